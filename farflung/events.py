@@ -118,6 +118,8 @@ class StepEvent(ProgressEvent):
     """Seconds so far that the replica stood waiting for others; of an island, the mean of its processes."""
     refused: dict[str, int] | None = None
     """On the internet, what this peer has refused so far, by why."""
+    requests: int | None = None
+    """Of the folder where peers meet, so far; `bytes_sent` is what was written to it."""
     mfu: float | None = None
     """Model FLOP utilisation since the line before: the share, 0 to 1, of what the devices compute at best."""
     spent: dict[str, float] | None = None

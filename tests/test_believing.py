@@ -19,14 +19,14 @@ from torch import Tensor
 
 from farflung.networks import PeerLostError, SharedState
 from farflung.networks.internet import InternetNetwork
-from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError
-from farflung.networks.internet.contact.members import Member
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.states import manifests
-from farflung.networks.internet.states.believing import STRETCHES, by_spread, signs_for
 from farflung.networks.internet.states.fetching import ASKED
-from farflung.networks.internet.states.manifests import Manifest
 from farflung.networks.internet.states.snapshots import Snapshots
+from farflung.networks.peers import manifests
+from farflung.networks.peers.believing import STRETCHES, by_spread, signs_for
+from farflung.networks.peers.frames import LARGEST_FRAME, FrameError
+from farflung.networks.peers.manifests import Manifest
+from farflung.networks.peers.members import Member
 from farflung.testing.liars import Liar, manifest_of
 
 slow = pytest.mark.slow

@@ -17,14 +17,14 @@ from test_internet import INFO, Run
 
 from farflung import methods
 from farflung.networks import Party, PeerLostError, Simulation
-from farflung.networks.internet.contact.frames import FrameError, write_payload
-from farflung.networks.internet.contact.guard import STRIKES
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.doors import Doorkeeper, Doors, doors_of, seated
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.frames import FrameError, write_payload
+from farflung.networks.peers.guard import STRIKES
+from farflung.networks.peers.identity import Identity
 from farflung.outer.whole_state import NearProcesses
 from farflung.testing.liars import Liar
 

@@ -24,8 +24,8 @@ from farflung.errors import UserError
 from farflung.events import EvaluationEvent, Event, RoundEvent, StartEvent, StepEvent, WarningEvent, events_in, line_of
 from farflung.formats import CHECKPOINT, EVENTS, FORMATS, PROTOCOL, RUN_FOLDER, Format
 from farflung.networks.internet import read_ticket
-from farflung.networks.internet.contact.handshake import disagreement
-from farflung.networks.internet.contact.identity import signed_by
+from farflung.networks.peers.admission import disagreement
+from farflung.networks.peers.identity import signed_by
 from farflung.report import read_run, write_report
 from farflung.settings import read_settings
 from farflung.training import checkpoint, launch

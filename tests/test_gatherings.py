@@ -9,11 +9,11 @@ import pytest
 from patience import patience, until
 from test_internet import Run, live, pair
 
-from farflung.networks.internet.contact.frames import FrameError
-from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.streams import RequestRefusedError
 from farflung.networks.internet.gathering import GRACE_SECONDS
 from farflung.networks.internet.matchmaker import RENDEZVOUS_KEPT, VISITS
+from farflung.networks.peers.frames import FrameError
+from farflung.networks.peers.member import Member
 
 __all__ = ["live", "pair"]
 

@@ -20,12 +20,12 @@ from test_internet import INFO, Run, member, run, table
 
 from farflung.errors import UserError
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
-from farflung.networks.internet.contact.frames import FrameError
 from farflung.networks.internet.contact.gossip import AT_A_TIME
-from farflung.networks.internet.contact.identity import is_peer, rank_of
-from farflung.networks.internet.contact.member import STALLED_SECONDS, Member, member_in, signed
-from farflung.networks.internet.contact.members import A_TELLER, AN_ADDRESS, KNOWN, LOST
 from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.networks.peers.frames import FrameError
+from farflung.networks.peers.identity import is_peer, rank_of
+from farflung.networks.peers.member import STALLED_SECONDS, Member, member_in, signed
+from farflung.networks.peers.members import A_TELLER, AN_ADDRESS, KNOWN, LOST
 
 __all__ = ["run"]
 

@@ -39,9 +39,14 @@ from farflung.networks.internet import (
 )
 from farflung.networks.internet.contact import host
 from farflung.networks.internet.contact.background import Background
-from farflung.networks.internet.contact.frames import LARGEST_FRAME, FrameError, encoded, read_frame
 from farflung.networks.internet.contact.gossip import news_in
-from farflung.networks.internet.contact.guard import (
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.internet.gathering import party_of
+from farflung.networks.internet.states import snapshots
+from farflung.networks.peers import packing
+from farflung.networks.peers.admission import check_clock
+from farflung.networks.peers.frames import LARGEST_FRAME, FrameError, encoded, read_frame
+from farflung.networks.peers.guard import (
     BAN_SECONDS,
     FEW,
     MISSED,
@@ -52,12 +57,8 @@ from farflung.networks.internet.contact.guard import (
     UNPROVEN_PER_PEER,
     Guard,
 )
-from farflung.networks.internet.contact.handshake import check_clock
-from farflung.networks.internet.contact.member import Member, member_in, signed
-from farflung.networks.internet.contact.members import Members
-from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.gathering import party_of
-from farflung.networks.internet.states import packing, snapshots
+from farflung.networks.peers.member import Member, member_in, signed
+from farflung.networks.peers.members import Members
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -621,7 +622,7 @@ def test_one_that_does_not_know_a_round_s_host_is_sent_on_to_it(
     run: Run, dead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And back again, if it is there no more."""
-    monkeypatch.setattr("farflung.networks.internet.contact.members.ALIVE_SECONDS", 1e6)
+    monkeypatch.setattr("farflung.networks.peers.members.ALIVE_SECONDS", 1e6)
     host, other, unaware = (run.join() for _ in range(3))
     run.all_know_each_other()
     key = round_of([host, other, unaware])
@@ -912,7 +913,7 @@ def test_a_dead_member_is_not_waited_for_though_the_last_news_is_that_it_trains(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farflung.networks.internet.matchmaker.FIRST_ROUND_SECONDS", 1e6)  # as long as can be
-    monkeypatch.setattr("farflung.networks.internet.contact.members.ALIVE_SECONDS", 1e6)
+    monkeypatch.setattr("farflung.networks.peers.members.ALIVE_SECONDS", 1e6)
     one, other, dead = (run.join() for _ in range(3))
     run.all_know_each_other()
     everyone = tuple(sorted(peer.rank for peer in run.peers))
@@ -954,7 +955,7 @@ def test_members_with_many_streams_leave_some_to_others() -> None:
 
 def test_one_that_never_delivers_while_others_do_is_shunned_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     guard, clock = Guard(lambda _: None), [100.0]
-    monkeypatch.setattr("farflung.networks.internet.contact.guard.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("farflung.networks.peers.guard.time.monotonic", lambda: clock[0])
 
     def miss(peer: str, times: int = MISSED) -> None:
         for _ in range(times):
@@ -988,7 +989,7 @@ def test_strangers_take_no_streams_from_members() -> None:
 def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_bytes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farflung.networks.internet.states.manifests.PIECE", 1000)
+    monkeypatch.setattr("farflung.networks.peers.manifests.PIECE", 1000)
     for _ in range(3):
         run.join()
     run.all_know_each_other()

@@ -21,18 +21,19 @@ from hypothesis import strategies as st
 
 from farflung.formats import PROTOCOL
 from farflung.networks.internet import Identity, ListenAddress
-from farflung.networks.internet.contact.frames import FrameError, parsed
 from farflung.networks.internet.contact.gossip import news_in
-from farflung.networks.internet.contact.guard import Guard
-from farflung.networks.internet.contact.handshake import disagreement
-from farflung.networks.internet.contact.host import Host, is_global, leads_to, readable
-from farflung.networks.internet.contact.member import Member, member_in, signed
-from farflung.networks.internet.contact.members import Members
+from farflung.networks.internet.contact.host import Host
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
 from farflung.networks.internet.gathering import HEAVIEST, guest_of, party_of
 from farflung.networks.internet.states.downloads import Download
-from farflung.networks.internet.states.manifests import Manifest, manifest_of
-from farflung.networks.internet.states.packing import longest, packed, unpack
+from farflung.networks.peers.addresses import is_global, leads_to, readable
+from farflung.networks.peers.admission import disagreement
+from farflung.networks.peers.frames import FrameError, parsed
+from farflung.networks.peers.guard import Guard
+from farflung.networks.peers.manifests import Manifest, manifest_of
+from farflung.networks.peers.member import Member, member_in, signed
+from farflung.networks.peers.members import Members
+from farflung.networks.peers.packing import longest, packed, unpack
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from processes import HERE, free_port
 from state_peer import CELLS, CHANGED
 from warm import Python
 
-from farflung.networks.internet.contact.frames import digest
 from farflung.networks.internet.states.downloads import ASKED_FOR, Kept
+from farflung.networks.peers.frames import digest
 from farflung.testing.peers import write_ticket
 
 pytestmark = pytest.mark.slow

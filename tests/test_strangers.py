@@ -18,11 +18,11 @@ from patience import patience, until
 from test_internet import Run, two_peers, unspoilt
 
 from farflung.networks.internet import Identity, InternetNetwork
-from farflung.networks.internet.contact.guard import MISSED
-from farflung.networks.internet.contact.identity import rank_of
-from farflung.networks.internet.contact.member import signed
 from farflung.networks.internet.contact.streams import PeerStream
 from farflung.networks.internet.matchmaker import VISITED, _turn
+from farflung.networks.peers.guard import MISSED
+from farflung.networks.peers.identity import rank_of
+from farflung.networks.peers.member import signed
 from farflung.testing.liars import Liar
 
 pytestmark = pytest.mark.slow

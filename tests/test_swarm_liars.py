@@ -17,8 +17,8 @@ from swarm_here import SwarmHere
 from test_swarm_training import OPTIMIZERS, SAMPLES, WIDTH, Swarm, alone, assert_equal, train, work_of
 from test_swarm_visits import Make, made  # noqa: F401
 
-from farflung.networks.internet.contact.frames import FrameError
 from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.networks.peers.frames import FrameError
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm import signs
 from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch

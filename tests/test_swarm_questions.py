@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from patience import patience
 from test_swarm_visits import Make, made  # noqa: F401
 
-from farflung.networks.internet.contact.frames import FrameError, encoded
 from farflung.networks.internet.contact.streams import PeerStream
+from farflung.networks.peers.frames import FrameError, encoded
 from farflung.pipeline.settings import MOST_TOGETHER
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import QUESTION, Asked, Questions, read_names, told_names

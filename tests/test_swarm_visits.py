@@ -21,8 +21,8 @@ from test_swarm_training import OPTIMIZERS, Piece, batch_of, boundary, pieces, w
 from torch import Tensor
 
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket
-from farflung.networks.internet.contact.frames import Frame, FrameError, write_payload
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.frames import Frame, FrameError, write_payload
 from farflung.swarm import signs
 from farflung.swarm.letters import Caller, Forward, Gradient, Microbatch
 from farflung.swarm.peer import StagePeer

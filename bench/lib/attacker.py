@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from farflung.networks.internet import Identity, Ticket, read_ticket
-from farflung.networks.internet.contact.frames import FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import signed
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.frames import FrameError
+from farflung.networks.peers.member import signed
 from farflung.testing.liars import Liar, Stranger, as_a_stranger, manifest_of
 
 MESSAGES = 20

@@ -18,11 +18,11 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.networks.internet import Identity, ListenAddress, Peers, newcomer_info, read_ticket
-from farflung.networks.internet.contact.frames import FrameError
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.streams import RequestRefusedError
 from farflung.networks.internet.examination import answer_probes, measured
+from farflung.networks.peers.frames import FrameError
+from farflung.networks.peers.member import Member
 
 FAULTS = (*UNREACHABLE, RequestRefusedError, FrameError, UserError)
 START_S, MEASURE_S = 60.0, 60.0

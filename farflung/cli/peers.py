@@ -24,6 +24,7 @@ from farflung.cli.training import check_trackers, telling_how_to_go_on, tracking
 from farflung.errors import UserError, counted
 from farflung.files import typed
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.ticket import Ticket, is_folder
 from farflung.settings import Settings
 from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
@@ -62,6 +63,8 @@ class InviteOptions(_Peer):
     """What the run is called."""
     train: bool = False
     """Train here as the first peer; else be a bootstrap node, which only helps peers find each other."""
+    at: str = ""
+    """A folder where the peers meet, as a URL (file, s3, sftp, webdav, …); without it they call each other."""
     ticket: Path | None = None
     """Where to write the ticket, readable by you alone; it is printed unless given."""
     key: Path | None = None
@@ -101,7 +104,7 @@ class DoctorOptions:
 
 
 def invite(arguments: list[str]) -> None:
-    """Start a run on the internet: write its ticket, and be its first peer or a bootstrap node."""
+    """Start a run on the internet, or through a folder: write its ticket, and be its first peer or a bootstrap node."""
     settings = Settings.of(**kinds_among(arguments))
     if {*helping.ASKED} & {*arguments}:  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
@@ -110,7 +113,9 @@ def invite(arguments: list[str]) -> None:
 
     from farflung.training import onlooker, peer
 
-    ticket = onlooker.internet().Ticket.new(options.name, peer.shared_settings(options.settings))
+    if not options.at:
+        onlooker.internet()  # or says at once that it is missing
+    ticket = _new_ticket(options, peer.shared_settings(options.settings))
     if options.train:
         folder = typed(Path(options.settings.run.out)) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
@@ -121,10 +126,25 @@ def invite(arguments: list[str]) -> None:
     node = onlooker.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
     with node as network, _until_stopped() as stopped:
         _hand_out(network.invitation(), options.ticket)
+        if options.at:
+            return  # where peers find each other by themselves
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
         while not stopped.wait(60):
             trains = [one for one in onlooker.seen(network) if one["state"] == "trains"]
             say(f"{counted(len(trains), 'peer')} in training")
+
+
+def _new_ticket(options: InviteOptions, shared: dict[str, Any]) -> Ticket:
+    """A ticket to a new run, which leads to a folder if one is given. Raises UserError."""
+    from farflung.training import peer
+
+    ticket = Ticket.new(options.name, shared)
+    if options.at and not is_folder(options.at):
+        where = Path(options.at).absolute().as_uri() if "/" in options.at else "s3://BUCKET/RUN"
+        raise UserError(f"at is {options.at!r}, but a folder is given as a URL, such as {where}")
+    ticket = ticket.at((options.at,)) if options.at else ticket
+    peer.ticket_settings(ticket)  # which refuses what peers there cannot do
+    return ticket
 
 
 def _refuse_several(remedy: str) -> None:
@@ -160,7 +180,7 @@ def join(arguments: list[str]) -> None:
 
     from farflung.training import onlooker, peer
 
-    ticket = onlooker.internet().read_ticket(options.ticket)
+    ticket = onlooker.ticket_in(options.ticket)
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
     if not settings.island.divided:
         _refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
@@ -184,7 +204,7 @@ def status(arguments: list[str]) -> None:
     from farflung.report.peers import show
     from farflung.training import onlooker
 
-    ticket = onlooker.internet().read_ticket(options.ticket)
+    ticket = onlooker.ticket_in(options.ticket)
     with onlooker.looking_on(ticket, options.local) as network, _until_stopped() as stopped:
         show(lambda: onlooker.seen(network), stopped, options.once)
 

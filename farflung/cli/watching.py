@@ -99,12 +99,12 @@ def watch(arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _visited(path: Path) -> Iterator[Visited]:
-    """A run on the internet, of which a ticket tells. Raises UserError."""
+    """A run of peers, to which a ticket leads. Raises UserError."""
     from farflung.networks.listening import ListenAddress
     from farflung.report.watching import Visited
     from farflung.training import onlooker, peer
 
-    ticket = onlooker.internet().read_ticket(path)
+    ticket = onlooker.ticket_in(path)
     settings = peer.ticket_settings(ticket).flat()
     with onlooker.looking_on(ticket, ListenAddress()) as network:
         yield Visited(ticket.name, settings, lambda: onlooker.seen(network))

@@ -49,6 +49,8 @@ class Traffic:
     packets_sent: int = 0
     packets_received: int = 0
     seconds_blocked: float = 0.0
+    requests: int = 0
+    """Of a store, where replicas meet in one."""
 
     def sent(self, nbytes: int) -> None:
         """Counts one packet that left."""
@@ -103,6 +105,7 @@ ALONE = {
     "shuns": "this peer takes no messages of those who came",
     "refused": "no host of this round let this peer in",
     "unreachable": "no host of this round could be reached",
+    "away": "the run's folder could not be reached",
     "slow link": "this replica's link is slower than the others', who would wait for it in every round",
 }
 """Why a peer stays alone in a round: in a word, and as its events tell it."""
@@ -285,8 +288,12 @@ class ElasticNetwork(Network, Protocol):
     def wanted(self) -> bool:
         """Whether a late replica asks for this one's state."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this replica's state is to be given with each checkpoint, to be kept where all may leave."""
+
     def give(self, state: SharedState) -> None:
-        """Gives this replica's state to those who have asked."""
+        """Gives this replica's state to those who have asked, and to be kept."""
 
     def fetch(self, identical: bool) -> Pending[SharedState | None]:
         """The state of other replicas; where they are `identical`, of the same bits. `wait` raises PeerLostError."""

@@ -90,6 +90,11 @@ class FollowingNetwork(RealNetwork):
         """See ElasticNetwork; the leader is asked."""
         return False
 
+    @property
+    def keeps(self) -> bool:
+        """See ElasticNetwork; the leader keeps it."""
+        return False
+
     def give(self, state: SharedState) -> None:
         """Nothing: the leader gives it."""
 

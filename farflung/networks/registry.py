@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farflung.networks.peers.ticket import read_ticket
 from farflung.registry import Registry
 
 if TYPE_CHECKING:
@@ -55,6 +57,12 @@ def _peer(starting: float, deadline: float) -> Network:
     return InternetNetwork.from_env(deadline)
 
 
+def _in_folder(starting: float, deadline: float) -> Network:
+    from farflung.networks.folder import FolderNetwork  # an extra
+
+    return FolderNetwork.from_env(deadline)
+
+
 def _check(kind: NetworkKind) -> None:
     if not isinstance(kind, NetworkKind):
         raise TypeError(f"it is {kind!r}, which is no farflung.networks.NetworkKind")
@@ -66,6 +74,7 @@ NETWORKS: Registry[NetworkKind] = Registry(
         "torch": NetworkKind(_torch),
         "simulated": NetworkKind(_alone, simulate=_simulation),
         "internet": NetworkKind(_peer, elastic=True),
+        "folder": NetworkKind(_in_folder, elastic=True),
     },
     _check,
 )
@@ -83,7 +92,7 @@ def from_env(starting: float = 600.0, deadline: float = 120.0) -> Network:
     """
     name = "simulated"
     if "FARFLUNG_TICKET" in os.environ:
-        name = "internet"
+        name = "folder" if read_ticket(Path(os.environ["FARFLUNG_TICKET"])).folder else "internet"
     if "WORLD_SIZE" in os.environ or _initialized():
         name = "torch"
     return NETWORKS[os.environ.get("FARFLUNG_NETWORK", name)].open(starting, deadline)

@@ -16,7 +16,7 @@ class NetworkSettings(Checked):
     """How replicas reach each other, and how long they wait."""
 
     network: str = "torch"
-    """torch: real processes over torch.distributed; simulated: one process, a virtual clock; internet: see invite."""
+    """torch: real processes over torch.distributed; simulated: one process; internet, folder: see invite."""
     starting: float = setting(600.0, above=0, may_differ=BETWEEN_MACHINES)
     """Longest wait for the other replicas to start, in seconds."""
     independent: bool = False

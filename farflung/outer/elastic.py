@@ -256,6 +256,11 @@ class ElasticLoop(OuterLoop):
         whole = self._near.gathered(dict(shared_tensors(self._weights)))
         return SharedState(dict(sorted(whole.items())), facts)  # in the same order in every layout
 
+    def saved(self) -> None:
+        """See Session."""
+        if self._values and self._lead(self._elastic.keeps):
+            self._elastic.give(self.state())
+
     def state_dict(self) -> dict[str, Any]:
         """See OuterLoop."""
         return {**super().state_dict(), "history": self._history}

@@ -206,6 +206,9 @@ class Session:
         """
         self._faults.spoil(reason)
 
+    def saved(self) -> None:
+        """Says that a checkpoint of it is being written; an elastic network may keep its state, too."""
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs to go on bit for bit; not to be called in `on_round`."""
         return {

@@ -80,7 +80,7 @@ class Facts(ABC):
     @property
     def is_one_peer(self) -> bool:
         """Whether it is what one peer on the internet does, whose number nobody knows it by."""
-        return self.settings.get("network") == "internet"
+        return self.settings.get("network") in ("internet", "folder")
 
     @property
     def by_clock(self) -> bool:

@@ -157,5 +157,6 @@ _IF_ANY: dict[str, Callable[[Row], str]] = {
     "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
     "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),
     "bypassed": _of_trainers(lambda row: f"{row.get('bypassed', 0):.0f}"),
+    "requests": _of_trainers(lambda row: f"{row.get('requests', 0):,.0f}"),
 }
 """Columns that are there if any peer has such."""

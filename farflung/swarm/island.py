@@ -28,7 +28,7 @@ from farflung.swarm.work import Learnt
 from farflung.workloads.base import Score
 
 if TYPE_CHECKING:
-    from farflung.networks.internet.contact.member import Member
+    from farflung.networks.peers.member import Member
 
 LOOK_SECONDS = 0.2
 """How often a peer that waits for others looks whether it still has to."""

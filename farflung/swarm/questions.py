@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -25,10 +28,7 @@ from farflung.networks.internet.contact.frames import (
     whole,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member
-from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.member import Member
 from farflung.swarm.letters import LostError, Microbatch, ledger_of
 from farflung.swarm.signs import heard, works
 from farflung.swarm.synchronous import Counts, Report, Synchronous, Term

@@ -28,7 +28,7 @@ from farflung.workloads.base import Divisible, Ids, held_out_of
 
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork, Peers
-    from farflung.networks.internet.contact.member import Member
+    from farflung.networks.peers.member import Member
 
 T = TypeVar("T")
 

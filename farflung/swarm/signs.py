@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from farflung.networks.internet.contact.frames import Frame
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.streams import PeerStream
+from farflung.networks.peers.frames import Frame
 
 EVERY_SECONDS = 3.0
 """Between two signs."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.errors import UserError
 from farflung.hooks.trained import trainable
 from farflung.networks import PeerLostError
-from farflung.networks.internet.contact.frames import FrameError, reading
+from farflung.networks.peers.frames import FrameError, reading
 from farflung.swarm.leading import Leader
 from farflung.swarm.letters import LostError, Microbatch
 from farflung.swarm.questions import Asked, Questions

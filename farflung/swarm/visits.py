@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Traffic
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -23,10 +26,7 @@ from farflung.networks.internet.contact.frames import (
     whole,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member
-from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.member import Member
 from farflung.swarm.letters import Call, Caller, FalseLetterError, Forward, Gradient, LostError, Microbatch
 from farflung.swarm.signs import heard, works
 

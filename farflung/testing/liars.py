@@ -18,14 +18,14 @@ from hivemind.p2p import P2P, PeerID
 from farflung.codecs import Dense
 from farflung.networks.base import packet_of
 from farflung.networks.internet import Identity, ListenAddress, Ticket
-from farflung.networks.internet.contact.frames import encoded, read_frame, write_frame
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.states.believing import sketches_of
-from farflung.networks.internet.states.manifests import pieces_of
-from farflung.networks.internet.states.packing import packed
 from farflung.networks.internet.transport import PacketTransport
+from farflung.networks.peers.believing import sketches_of
+from farflung.networks.peers.frames import encoded, read_frame, write_frame
+from farflung.networks.peers.manifests import pieces_of
+from farflung.networks.peers.packing import packed
 
 AT_A_TIME = 32
 """Messages that a stranger has on the way at once."""

@@ -59,10 +59,10 @@ def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]
 def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
     """What the living peers of a ticket's swarm have."""
     from farflung.training.gathering import whole_swarm
-    from farflung.training.onlooker import internet
+    from farflung.training.onlooker import ticket_in
     from farflung.training.peer import model_of, ticket_settings
 
-    ticket = internet().read_ticket(path)
+    ticket = ticket_in(path)
     settings = ticket_settings(ticket)
     if not settings.island.swarm:
         raise UserError(f"{ticket.name} is no swarm: each of its peers has all of the model; export one's run folder")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
+from farflung.networks.peers.ticket import Ticket, read_ticket
 from farflung.networks.settings import NetworkSettings
 from farflung.settings import RunSettings, Settings
 from farflung.signals import on_stop_signals
@@ -42,7 +43,8 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
 
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
-    shared, parts = _shared(settings), onlooker.internet()
+    shared = _shared(settings)
+    onlooker.internet()  # or says at once that it is missing
     if resume or restart:
         beginning.refuse_while_trained(folder)
     elif launch.is_begun(folder):
@@ -55,7 +57,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         _let_go_on(settings.run.steps, folder)
     launch.write_settings(settings, folder)
     path = folder / "run.ticket"
-    ticket = parts.read_ticket(path) if path.exists() else parts.Ticket.new(folder.name, {})
+    ticket = read_ticket(path) if path.exists() else Ticket.new(folder.name, {})
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         dataclasses.replace(ticket, settings=shared).write(path)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch.distributed import HashStore
 
 from farflung.errors import UserError, counted
 from farflung.figure import Figure
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
+from farflung.networks.peers.addresses import peers_at
+from farflung.networks.peers.ticket import Ticket, read_ticket
 from farflung.pipeline import Mesh
 from farflung.settings import Settings
 from farflung.training import beginning, launch
@@ -20,9 +22,6 @@ from farflung.training.failures import RunFailedError
 from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
-
-if TYPE_CHECKING:
-    from farflung.networks.internet import Ticket
 
 T = TypeVar("T")
 
@@ -48,10 +47,11 @@ def launch_all(settings: Settings, folder: Path, arguments: list[str]) -> None:
 
 def knows_others(folder: Path) -> bool:
     """Whether the ticket that is kept there leads to more peers than this one."""
-    from farflung.networks.internet import peers_at, read_ticket  # an extra, which is there by now
-
     path = folder / "run.ticket"
-    return path.exists() and len(peers_at(read_ticket(path).addresses)) > 1
+    if not path.exists():
+        return False
+    ticket = read_ticket(path)
+    return bool(ticket.folder) or len(peers_at(ticket.addresses)) > 1
 
 
 def opened(settings: Settings, ticket: Ticket) -> TorchNetwork:

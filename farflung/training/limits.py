@@ -39,3 +39,14 @@ def check_observer(settings: Settings) -> None:
         raise UserError("an observer has the whole model in one process; leave out --stages, --shard and --swarm")
     if not settings.method().exchanges:
         raise UserError(f"method is {settings.rounds.method!r}, whose peers exchange nothing that one could observe")
+
+
+def check_folder(settings: Settings) -> None:
+    """Refuses what peers that meet in a folder cannot do. Raises UserError."""
+    island = settings.island
+    if settings.network.network != "folder":
+        return
+    if island.swarm:
+        raise UserError("stages of a swarm call each other, and peers in a folder do not; leave out --at or --swarm")
+    if island.divided and not island.gateway:
+        raise UserError("in a folder an island's first process speaks for the others; add --gateway")

@@ -21,6 +21,7 @@ from farflung.findings import Finding
 from farflung.hooks.trained import trainable
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.ticket import NobodyAnswersError, Ticket
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
@@ -29,15 +30,17 @@ from farflung.training import beginning, island, launch, seats
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
-from farflung.training.limits import check_clock, check_observer
-from farflung.training.onlooker import internet, looking_on, seen
+from farflung.training.limits import check_clock, check_folder, check_observer
+from farflung.training.onlooker import in_folder, internet, looking_on, parts_for, seen, ticket_in
 from farflung.training.stopping import Stop
 from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
-    from farflung.networks.internet import DoorNetwork, Identity, InternetNetwork, Peers, Ticket
+    from farflung.networks.internet import DoorNetwork, InternetNetwork, Peers
+    from farflung.networks.peers.identity import Identity
+    from farflung.training.onlooker import OpenNetwork
 
 TICKET_SECONDS = 10.0
 """How often a peer brings the ticket in its run folder up to date."""
@@ -75,9 +78,11 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
 def ticket_settings(ticket: Ticket) -> Settings:
     """The settings that a ticket says. Raises UserError."""
     try:
-        return Settings.of(**ticket.settings).changed(network="internet", replicas=1)
+        settings = Settings.of(**ticket.settings).changed(network="folder" if ticket.folder else "internet", replicas=1)
+        check_folder(settings)
     except UserError as error:
         raise UserError(f"ticket of {ticket.name}: {error}") from error
+    return settings
 
 
 def check_for_internet(settings: Settings, local: ListenAddress | None = None) -> None:
@@ -104,6 +109,7 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
         )
     if settings.network.conditions:
         raise UserError("conditions are for the simulated network; leave them out")
+    check_folder(settings)
     launch.check_network(settings.changed(network="internet"))
     check_clock(settings)
     check_observer(settings)
@@ -115,7 +121,7 @@ def run_peer(
     settings: Settings,
     local: ListenAddress,
     first: bool,
-    joined: Callable[[InternetNetwork], None],
+    joined: Callable[[OpenNetwork], None],
     name: str = "",
     alone: str = "",
 ) -> None:
@@ -140,7 +146,7 @@ def run_peer(
         able = seats.stages_within_reach(settings, ticket_settings(ticket), folder)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))
-        joining: InternetNetwork | None = None
+        joining: OpenNetwork | None = None
         if island.leads(near):
             joining = _joining(ticket, settings, local, first, tell, near, name)
             leaving.callback(joining.close)
@@ -166,7 +172,7 @@ def run_peer(
             _finish(trainer, near, joining)
 
 
-def _train(trainer: Trainer, joining: InternetNetwork | None, away: bool) -> None:
+def _train(trainer: Trainer, joining: OpenNetwork | None, away: bool) -> None:
     """Trains, or observes, until the end."""
     if joining and trainer.settings.run.observe:
         joining.tell_others(observes=1.0)
@@ -192,12 +198,12 @@ def _take_stage(network: InternetNetwork, able: list[int], settings: Settings) -
     seats.take_stage(network, able, settings.island.stages, Path(settings.run.out))
 
 
-def _reached_at(network: InternetNetwork | None) -> tuple[int, tuple[str, ...]]:
+def _reached_at(network: OpenNetwork | None) -> tuple[int, tuple[str, ...]]:
     """The rank of who joins, and its addresses."""
     return (network.rank, network.invitation().addresses) if network else (0, ())
 
 
-def _finish(trainer: Trainer, near: TorchNetwork | None, network: InternetNetwork | None) -> None:
+def _finish(trainer: Trainer, near: TorchNetwork | None, network: OpenNetwork | None) -> None:
     """Writes what has come of this peer's run, and what the others last told. Raises NoRoomError."""
     others = {"peers": seen(network)} if network else {}
     summary = finish(trainer, lambda ended: ended(island.alone(near)))
@@ -219,7 +225,7 @@ def _told_where_nobody_answers(what_to_do: str) -> Iterator[None]:
     """Raises UserError with what to do, where nobody answers."""
     try:
         yield
-    except internet().NobodyAnswersError as error:
+    except NobodyAnswersError as error:
         raise UserError(f"{error}; {what_to_do}") from error
 
 
@@ -231,13 +237,19 @@ def _joining(
     tell: Callable[[str], None],
     near: Network | None,
     name: str,
-) -> InternetNetwork:
+) -> OpenNetwork:
     """Joins the run. Raises UserError."""
-    parts, folder = internet(), Path(settings.run.out)
+    folder = Path(settings.run.out)
+    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
+    identity = _own_identity(ticket, folder, launch.is_begun(folder))
+    if ticket.folder:
+        meeting = in_folder(ticket, identity.path, settings.network.deadline, tell, name, near)
+        if not first:
+            meeting.find_others()
+        return meeting
+    parts = internet()
     from farflung.swarm.visits import refuse_visits  # what it imports is an extra, which is there by now
 
-    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
-    identity = _own_identity(folder, launch.is_begun(folder))
     peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket, name), tell, first)
     if settings.island.swarm:  # which may have known it before, and have microbatches for it at once
         refuse_visits(peers)
@@ -283,7 +295,7 @@ def _following(
             network.close()
 
 
-def _away(network: InternetNetwork, settings: Settings, step: int | None) -> bool:
+def _away(network: OpenNetwork, settings: Settings, step: int | None) -> bool:
     """Whether this peer was away for so long that it needs the others' state; then it is on its way."""
     method, behind = settings.method(), network.behind(step or 0)
     if settings.run.observe or not method.schedule.every:
@@ -296,7 +308,7 @@ def _away(network: InternetNetwork, settings: Settings, step: int | None) -> boo
     return away
 
 
-def _begin_together(network: InternetNetwork, step: int, stop: Stop, deadline_s: float) -> None:
+def _begin_together(network: OpenNetwork, step: int, stop: Stop, deadline_s: float) -> None:
     """Waits until as many replicas as are told know of each other; else a short run is over before its first round."""
     replicas = int(os.environ.get(BEGIN_WITH, "0"))
     if not replicas:
@@ -307,12 +319,12 @@ def _begin_together(network: InternetNetwork, step: int, stop: Stop, deadline_s:
         time.sleep(0.1)
 
 
-def _own_identity(folder: Path, resumed: bool) -> Identity:
+def _own_identity(ticket: Ticket, folder: Path, resumed: bool) -> Identity:
     """The key in a peer's run folder. Raises UserError where none can be, or another's run is."""
     key = folder / "peer.key"
     if not resumed or key.exists():
         try:
-            identity: Identity = internet().Identity(key)
+            identity: Identity = parts_for(ticket).Identity(key)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
         if not resumed or (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
@@ -322,15 +334,14 @@ def _own_identity(folder: Path, resumed: bool) -> Identity:
 
 def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
     """The checks of a ticket and this machine, one after the other."""
-    parts = internet()
     try:
-        ticket = parts.read_ticket(path)
+        ticket = ticket_in(path)
         places = counted(len(ticket.addresses), "address")
         yield Finding(True, f"{path} is a ticket to {ticket.name}, with {places}")
         ticket_settings(ticket)
         with looking_on(ticket, local) as network:
             yield Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
-            yield from parts.examine(network.peers)
+            yield from parts_for(ticket).examine(network.peers)
     except UserError as error:
         yield Finding(False, str(error))
 
@@ -348,14 +359,14 @@ def _with_newer_addresses(ticket: Ticket, kept: Path) -> Ticket:
     """The ticket, which also leads to those whom this peer knew last time."""
     if not kept.exists():
         return ticket
-    known = internet().read_ticket(kept)
+    known = ticket_in(kept)
     if known.secret != ticket.secret:
         raise UserError(f"{kept.parent} holds another run ({known.name}); choose another folder with --out")
     return ticket.at(tuple(dict.fromkeys((*ticket.addresses, *known.addresses))))
 
 
 @contextlib.contextmanager
-def _ticket_kept(network: InternetNetwork, path: Path) -> Iterator[None]:
+def _ticket_kept(network: OpenNetwork, path: Path) -> Iterator[None]:
     """Keeps a ticket in the run folder that leads to the peers that are there now, for whoever is invited next."""
     over, written = threading.Event(), None
 

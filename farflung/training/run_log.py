@@ -134,6 +134,7 @@ class RunLog:
         if elastic := network.elastic:
             refused = dict(elastic.refused)
             told = {"loss": loss, "tokens_per_second": speed, "rounds": progress.rounds}
+            told |= {"requests": network.traffic.requests} if network.traffic.requests else {}
             told |= {"processes": island.settings.processes} if island.settings.divided else {}
             elastic.tell_others(**told, refused=sum(refused.values()))
         traffic = network.traffic
@@ -151,6 +152,7 @@ class RunLog:
                 boundary_bytes=round(boundary),
                 seconds_blocked=blocked / island.settings.processes,
                 refused=refused or None,
+                requests=traffic.requests or None,
                 mfu=speed * self._share_of_peak or None,
                 # Replicas that are simulated share their process, whose figures differ from run to run.
                 spent=None if network.timed else spent,

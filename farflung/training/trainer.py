@@ -276,6 +276,7 @@ class Trainer:
         """Has this process's part of a checkpoint written; the one before is waited for."""
         with self.log.rate.paused(), self.log.spent.on("checkpoints"):
             self._end_saving(wait=True)
+            session.saved()
             self.saving.begin(self.step, self._state(session), self._score)
 
     def _end_saving(self, wait: bool) -> None:

@@ -24,8 +24,8 @@ from farflung.events import (
     line_of,
 )
 from farflung.networks.internet import Identity, ListenAddress, Peers, Ticket, newcomer_info
-from farflung.networks.internet.contact.frames import Frame, read_frame, write_frame
 from farflung.networks.internet.contact.handshake import Handshake
+from farflung.networks.peers.frames import Frame, read_frame, write_frame
 
 HERE = Path(__file__).parent
 SETTINGS = {

@@ -1,15 +1,14 @@
 """Peers on the open internet: what `farflung[internet]` adds. Nothing else imports hivemind."""
 
-from farflung.networks.internet.contact.handshake import newcomer_info
-from farflung.networks.internet.contact.host import peers_at
-from farflung.networks.internet.contact.identity import Identity
-from farflung.networks.internet.contact.knocking import NobodyAnswersError
 from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import DoorNetwork
 from farflung.networks.internet.examination import examine
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.addresses import peers_at
+from farflung.networks.peers.admission import newcomer_info
+from farflung.networks.peers.identity import Identity
+from farflung.networks.peers.ticket import Ticket, read_ticket
 from farflung.renamed import renamed
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "Identity",
     "InternetNetwork",
     "ListenAddress",
-    "NobodyAnswersError",
     "Peers",
     "Ticket",
     "examine",

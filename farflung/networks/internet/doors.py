@@ -15,7 +15,13 @@ from typing import TypeVar
 from farflung.errors import UserError
 from farflung.networks.base import Group, Network, Party, PeerLostError, Pending, fact_in, fact_packet
 from farflung.networks.following import FollowingNetwork
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.examination import answer_probes
+from farflung.networks.internet.exchanges import Exchanges
+from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -27,14 +33,8 @@ from farflung.networks.internet.contact.frames import (
     whole,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.identity import is_peer, rank_of
-from farflung.networks.internet.contact.member import LONGEST_WORD, MOST_DOORS, Member, addresses_in
-from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
-from farflung.networks.internet.examination import answer_probes
-from farflung.networks.internet.exchanges import Exchanges
-from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
+from farflung.networks.peers.identity import is_peer, rank_of
+from farflung.networks.peers.member import LONGEST_WORD, MOST_DOORS, Member, addresses_in
 from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")

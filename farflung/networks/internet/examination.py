@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, plain, read_payload, write_payload
-from farflung.networks.internet.contact.host import UNREACHABLE, is_global, is_loopback
-from farflung.networks.internet.contact.member import Member
+from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.peers.addresses import is_global, is_loopback
+from farflung.networks.peers.frames import Frame, FrameError, entry, plain, read_payload, write_payload
+from farflung.networks.peers.member import Member
 
 PROBE = 1 << 22
 """Bytes that are sent each way to measure a link."""

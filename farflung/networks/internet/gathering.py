@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflung.networks.base import ALONE, Party
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in, number, reading, whole
-from farflung.networks.internet.contact.member import FURTHEST, LAST_RANK
-from farflung.networks.internet.contact.members import KNOWN, LOST
+from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, number, reading, whole
+from farflung.networks.peers.member import FURTHEST, LAST_RANK
+from farflung.networks.peers.members import KNOWN, LOST
 
 LONGEST_PATIENCE_SECONDS = 600.0
 GRACE_SECONDS = 4.0

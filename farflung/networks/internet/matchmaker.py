@@ -17,11 +17,7 @@ from dataclasses import replace
 
 from farflung.errors import UserError
 from farflung.networks.base import HOSTS_AGREE, Group, Party
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in
-from farflung.networks.internet.contact.guard import BAN_SECONDS, MISSED
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member, arrives, member_in
-from farflung.networks.internet.contact.members import KNOWN
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
 from farflung.networks.internet.gathering import (
@@ -38,11 +34,11 @@ from farflung.networks.internet.gathering import (
     party_of,
     shun_each_other,
 )
+from farflung.networks.peers.frames import Frame, FrameError, entry, name_in
+from farflung.networks.peers.guard import BAN_SECONDS, MISSED
+from farflung.networks.peers.member import Member, arrives, member_in
+from farflung.networks.peers.members import KNOWN
 
-WAITED_SHARE = 0.25
-"""The part of the time between two rounds for which a peer waits for others."""
-FIRST_ROUND_SECONDS = 20.0
-"""How long the first round is expected to take."""
 CALL_SECONDS = 0.3
 """How long a host waits before it calls those who have not come."""
 CALLED, CALL_AGAIN_SECONDS = 32, 2.0
@@ -61,10 +57,8 @@ CROWD_SECONDS = 0.5
 class Matchmaker:
     """Finds this peer's group in each round, and hosts others' rounds. All methods run in the peers' thread."""
 
-    def __init__(self, peers: Peers, longest_s: float) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._longest_s = longest_s
-        self._met: dict[str, float] = {}
         self._called: dict[int, float] = {}
         self._silent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=MISSED))
         """When hosts that have answered nothing since were asked in vain, or have sent this peer on in vain."""
@@ -72,13 +66,6 @@ class Matchmaker:
         """Which hosts have said that others keep one that this peer shuns."""
         self._rendezvous: OrderedDict[str, Rendezvous] = OrderedDict()
         peers.handlers["meet"] = self._on_meet
-
-    def patience_s(self, key: str) -> float:
-        """How long to wait for others at a round that begins now, by the time since the last of its fragment."""
-        fragment, now = key.rpartition(" of ")[2], time.monotonic()
-        between = now - self._met.get(fragment, now - FIRST_ROUND_SECONDS)
-        self._met[fragment] = now
-        return min(max(1.0, WAITED_SHARE * between), self._longest_s)
 
     async def meet(
         self, wanted: Group, key: str, step: int, weight: float, anchor_digest: str, patience_s: float

@@ -12,10 +12,7 @@ from typing import TypeVar
 
 from farflung.errors import UserError
 from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
-from farflung.networks.internet.contact.handshake import OTHER_SHAPES, newcomer_info
-from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.ticket import Ticket, read_ticket
 from farflung.networks.internet.doors import (
     Doorkeeper,
     door_frame,
@@ -28,11 +25,14 @@ from farflung.networks.internet.doors import (
 from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.exchanges import Exchanges
 from farflung.networks.internet.matchmaker import Matchmaker
-from farflung.networks.internet.pace import Pace, counted_step
 from farflung.networks.internet.states.fetching import Fetching
 from farflung.networks.internet.states.snapshots import Snapshots
 from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
+from farflung.networks.peers.identity import Identity
+from farflung.networks.peers.pace import Pace, Patience, counted_step
+from farflung.networks.peers.ticket import Ticket, read_ticket
 from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
@@ -64,7 +64,8 @@ class InternetNetwork(Exchanges):
         super().__init__(peers.identity.rank, peers, PacketTransport(peers, largest, stall_s), deadline, {})
         self.near = near
         self._beside = None if gateway else near
-        self._matchmaker = Matchmaker(peers, deadline / 2)
+        self._matchmaker = Matchmaker(peers)
+        self._patience = Patience(deadline / 2)
         self._doorkeeper = Doorkeeper(peers)
         answer_probes(peers)
         self._snapshots = Snapshots(peers, stall_s)
@@ -111,7 +112,7 @@ class InternetNetwork(Exchanges):
         self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
     ) -> Pending[T]:
         """See ElasticNetwork. Who cannot come soon is not waited for."""
-        patience_s = self._matchmaker.patience_s(key)
+        patience_s = self._patience.seconds(key)
 
         async def meet(_: object) -> T:
             IN_BACKGROUND.set(True)
@@ -148,6 +149,11 @@ class InternetNetwork(Exchanges):
     def wanted(self) -> bool:
         """See ElasticNetwork."""
         return self._snapshots.due
+
+    @property
+    def keeps(self) -> bool:
+        """See ElasticNetwork; there is nowhere to keep it."""
+        return False
 
     def give(self, state: SharedState) -> None:
         """See ElasticNetwork."""

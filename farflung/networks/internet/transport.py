@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Packets, Traffic
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -27,11 +30,8 @@ from farflung.networks.internet.contact.frames import (
     reading,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.identity import signed_by
-from farflung.networks.internet.contact.member import LONGEST_WORD, Member
-from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
+from farflung.networks.peers.identity import signed_by
+from farflung.networks.peers.member import LONGEST_WORD, Member
 from farflung.networks.transfer import Transfer
 
 REMEMBERED = 1 << 16

@@ -27,7 +27,7 @@ class Visited(Watched):
     """A run on the internet, of which this machine sees what its peers tell. `source` has a row for each peer."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], source: Callable[[], list[peers.Row]]) -> None:
-        super().__init__(Path(name), {**settings, "network": "internet"}, axes=("seconds",))
+        super().__init__(Path(name), {"network": "internet", **settings}, axes=("seconds",))
         self._source = source
         self._rows: list[peers.Row] = []
         self._losses = Curve()

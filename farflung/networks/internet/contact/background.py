@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from farflung.networks.internet.contact.frames import plain
 from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.peers.frames import plain
 
 T = TypeVar("T")
 

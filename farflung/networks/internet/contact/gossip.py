@@ -17,7 +17,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from farflung.errors import UserError, counted
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.peers.addresses import peers_at
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -29,9 +32,7 @@ from farflung.networks.internet.contact.frames import (
     whole,
     write_payload,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE, peers_at
-from farflung.networks.internet.contact.member import BEAT_SECONDS, CLOCK_SECONDS, Member, member_in
-from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.peers.member import BEAT_SECONDS, CLOCK_SECONDS, Member, member_in
 
 if TYPE_CHECKING:
     from farflung.networks.internet.contact.peers import Peers

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable
 
-from farflung.errors import UserError
-from farflung.formats import PROTOCOL, package_version
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import Streams
+from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
+from farflung.networks.peers.admission import check_clock, clock_fault, disagreement
+from farflung.networks.peers.frames import (
     Frame,
     FrameError,
     entry,
     name_in,
     number,
     read_frame,
-    reading,
-    whole,
     write_frame,
 )
-from farflung.networks.internet.contact.host import Streams
-from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, member_in
-from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
-from farflung.networks.internet.contact.ticket import Ticket
+from farflung.networks.peers.member import Member, member_in
+from farflung.networks.peers.ticket import Ticket
 
 HELLO = "hello"
 """The kind of the frame that opens a handshake."""
 LARGEST_HELLO = 1 << 15
 """Bytes of a frame of one who has not proven yet that it is a member."""
-LAST_PROTOCOL = 1 << 16
-
-OTHER_SHAPES = (
-    "the model made here has other shapes than the run's; "
-    "see that the model and tokenizer the ticket names are the same files and versions on both machines"
-)
 
 
 class StrangerError(FrameError):
@@ -94,46 +84,3 @@ def _from(peer: str, member: Member) -> Member:
     if member.peer != peer:
         raise FrameError("a peer says that it is another one")
     return member
-
-
-def newcomer_info(ticket: Ticket, name: str = "") -> Frame:
-    """The peer info of one that does not train yet, and has no model; it is called after its machine, unless named."""
-    return {
-        "version": package_version(),
-        "settings": ticket.settings_hash,
-        "shapes": "",
-        "host": name or socket.gethostname(),
-        "trains": False,
-    }
-
-
-@reading("what a peer says of itself")
-def disagreement(newcomer: Frame, run: Frame) -> str:
-    """Why a peer cannot train in the run, and the remedy; "" when it can."""
-    if (spoken := whole(newcomer.get("protocol", 0), LAST_PROTOCOL)) != PROTOCOL.version:
-        remedy = "update farflung" if spoken < PROTOCOL.version else "use theirs"
-        return (
-            f"this is farflung {newcomer.get('version')!s:.20} with {PROTOCOL.name} {spoken}, the run's peers have "
-            f"farflung {run['version']} with {PROTOCOL.version}; {remedy}: pip install farflung=={run['version']}"
-        )
-    if newcomer.get("settings") != run["settings"]:
-        return "the ticket's settings are not the run's; ask for a new ticket, and do not edit it"
-    if run["shapes"] and newcomer.get("shapes") and newcomer["shapes"] != run["shapes"]:
-        return OTHER_SHAPES
-    return ""
-
-
-def check_clock(theirs: float, asked: float, now: float) -> None:
-    """Checks that two clocks agree, by the other's time between two moments of this one's. Raises UserError."""
-    if fault := clock_fault((asked + now) / 2 - theirs, (now - asked) / 2):
-        raise UserError(fault)
-
-
-def clock_fault(ahead: float, unsure: float = 0.0) -> str:
-    """What to say to one whose clock is so many seconds ahead of another's, give or take some; "" if that is little."""
-    if abs(ahead) <= CLOCK_SECONDS + unsure:
-        return ""
-    return (
-        f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'; "
-        "set it, for example with: timedatectl set-ntp true"
-    )

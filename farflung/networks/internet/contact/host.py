@@ -6,36 +6,29 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import functools
-import ipaddress
 import os
 import re
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils.multiaddr import Multiaddr
 
 from farflung import scoped
 from farflung.errors import UserError
-from farflung.networks.internet.contact.frames import plain
-from farflung.networks.internet.contact.identity import Identity
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.addresses import MOST_ADDRESSES, MOST_LETTERS, at_relay, is_global, leads_to, readable
+from farflung.networks.peers.frames import plain
+from farflung.networks.peers.identity import Identity
 
 UNREACHABLE = (OSError, EOFError, TimeoutError, ControlFailure, P2PDaemonError)
 """The errors of a call to a peer that is not there."""
 
-LONGEST_ADDRESS, MOST_ADDRESSES, MOST_LETTERS = 512, 16, 2048
-"""Letters of an address, addresses of a host, and letters of all that it tells: a relay cannot fill its record."""
-KEPT = 512
-"""Addresses that are read but once: each is heard of again and again."""
-PLACES = "/ip4/", "/ip6/", "/dns/", "/dns4/", "/dns6/"
 PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
 TCP = re.compile(r"/ip[46]/[^/]+/tcp/[1-9][0-9]*")
@@ -52,58 +45,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OnStream = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@functools.lru_cache(KEPT)
-def leads_to(address: str, peer: str) -> bool:
-    """Whether an address is one of libp2p's, that leads to a peer."""
-    place, _, end = address.rpartition("/p2p/")
-    if not place.startswith(PLACES) or end != peer or len(address) > LONGEST_ADDRESS or not address.isprintable():
-        return False
-    try:
-        return str(Multiaddr(place)) == place and str(readable(address)) == address
-    except (ValueError, EOFError):
-        return False
-
-
-def peers_at(addresses: Iterable[str]) -> list[str]:
-    """The ids of the peers that addresses lead to, each once."""
-    return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses))
-
-
-def is_global(address: str) -> bool:
-    """Whether an address is one on the internet, and not one at a relay."""
-    _, kind, place, *_ = [*address.split("/"), "", "", ""]
-    known = kind.startswith("dns") or (kind in ("ip4", "ip6") and ipaddress.ip_address(place).is_global)
-    return known and not at_relay(address)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address leads to the machine itself."""
-    _, kind, place, *_ = [*address.split("/"), "", "", ""]
-    return kind in ("ip4", "ip6") and ipaddress.ip_address(place).is_loopback
-
-
-def at_relay(address: str) -> bool:
-    """Whether an address leads to a peer through another one, its relay."""
-    return "/p2p-circuit" in address
-
-
 def text_of(address: Any) -> str:
     """An address that the daemon has told; "" for one that hivemind cannot read."""
     try:
         return str(address)
     except (ValueError, EOFError):
         return ""
-
-
-@functools.lru_cache(KEPT)
-def readable(address: str) -> Any:
-    """An address for the daemon; hivemind writes the id of a relay in it as a CID, which the daemon cannot read."""
-    wire = Multiaddr(address).to_bytes()
-    for kind, relay in pairwise(address.split("/")):
-        if kind == "p2p":
-            written = PeerID.from_base58(relay).to_bytes()
-            wire = wire.replace(bytes([len(written) + 2, 1, 0x72]) + written, bytes([len(written)]) + written)
-    return Multiaddr(wire)
 
 
 class Daemon(P2P):  # type: ignore[misc]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from farflung.errors import UserError, counted
 from farflung.networks.internet.contact.handshake import StrangerError
-from farflung.networks.internet.contact.host import peers_at
-from farflung.networks.internet.contact.member import Member
 from farflung.networks.internet.contact.streams import RequestRefusedError
+from farflung.networks.peers.addresses import peers_at
+from farflung.networks.peers.member import Member
+from farflung.networks.peers.ticket import NobodyAnswersError
 
 if TYPE_CHECKING:
     from farflung.networks.internet.contact.peers import Peers
@@ -26,17 +27,6 @@ AT_FIRST_SECONDS = 5.0
 """How long one that can begin alone calls the peers of its ticket."""
 
 
-class NobodyAnswersError(UserError):
-    """No peer is found at a ticket's addresses."""
-
-    def __init__(self, addresses: Sequence[str], seconds: float) -> None:
-        super().__init__(
-            f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for {seconds:.0f} s; "
-            "the run may be over; if not, ask a peer for its newer ticket (RUN/run.ticket), and see that this machine "
-            "reaches it"
-        )
-
-
 async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float) -> None:
     """Calls the peers at a ticket's addresses until one answers, or somebody comes. Raises UserError."""
     loop = asyncio.get_running_loop()
@@ -45,7 +35,11 @@ async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float
     began, told = loop.time(), looks
     while not (peers.members.proven() or await _knock(peers, addresses, loop.time() - began > TELL_SECONDS)):
         if loop.time() - began > deadline_s:
-            raise NobodyAnswersError(addresses, deadline_s)
+            raise NobodyAnswersError(
+                f"the ticket leads to {counted(len(addresses), 'address')}, where nobody has answered for "
+                f"{deadline_s:.0f} s; the run may be over; if not, ask a peer for its newer ticket (RUN/run.ticket), "
+                "and see that this machine reaches it"
+            )
         if loop.time() - began > TELL_SECONDS and not told:
             told = True
             places = counted(len(addresses), "address")

@@ -16,18 +16,18 @@ from typing import Any
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks.internet.contact.background import Background
-from farflung.networks.internet.contact.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
 from farflung.networks.internet.contact.gossip import Gossip
-from farflung.networks.internet.contact.guard import Guard
 from farflung.networks.internet.contact.handshake import HELLO, LARGEST_HELLO, Handshake, StrangerError
 from farflung.networks.internet.contact.host import UNREACHABLE, Host, Streams, text_of
-from farflung.networks.internet.contact.identity import Identity, rank_of
 from farflung.networks.internet.contact.knocking import find_members, find_members_if_any
-from farflung.networks.internet.contact.member import CLOCK_SECONDS, Member, signed
-from farflung.networks.internet.contact.members import Members
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, Handler, PeerStream, RequestRefusedError
-from farflung.networks.internet.contact.ticket import Ticket
 from farflung.networks.listening import ListenAddress
+from farflung.networks.peers.frames import LARGEST_FRAME, Frame, FrameError, entry, read_frame, write_frame
+from farflung.networks.peers.guard import Guard
+from farflung.networks.peers.identity import Identity, rank_of
+from farflung.networks.peers.member import CLOCK_SECONDS, Member, signed
+from farflung.networks.peers.members import Members
+from farflung.networks.peers.ticket import Ticket
 from farflung.scoped import quiet
 
 log = logging.getLogger(__name__)

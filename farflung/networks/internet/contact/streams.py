@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from farflung.networks.internet.contact.frames import Frame, plain, read_frame, write_frame
-from farflung.networks.internet.contact.member import Member
+from farflung.networks.peers.frames import Frame, plain, read_frame, write_frame
+from farflung.networks.peers.member import Member
 
 PROMPT_SECONDS = 8.0
 """Longest wait for a simple answer."""

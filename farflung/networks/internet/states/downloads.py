@@ -14,9 +14,9 @@ import torch
 
 from farflung.files import beside
 from farflung.networks.base import SharedState
-from farflung.networks.internet.contact.frames import digest
-from farflung.networks.internet.states.believing import Source
-from farflung.networks.internet.states.manifests import Manifest
+from farflung.networks.peers.believing import Source
+from farflung.networks.peers.frames import digest
+from farflung.networks.peers.manifests import Manifest
 
 SOURCES = 3
 """Peers that a state is fetched from at a time, with two pieces from each under way."""

@@ -13,7 +13,21 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import PeerLostError, SharedState
-from farflung.networks.internet.contact.frames import (
+from farflung.networks.internet.contact.host import UNREACHABLE
+from farflung.networks.internet.contact.peers import Peers
+from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.states.downloads import Download, Kept
+from farflung.networks.internet.states.snapshots import FRESH_SECONDS
+from farflung.networks.peers.believing import (
+    STRETCHES,
+    Believed,
+    Source,
+    by_majority,
+    by_spread,
+    largest_group,
+    signs_for,
+)
+from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
@@ -23,23 +37,9 @@ from farflung.networks.internet.contact.frames import (
     reading,
     whole,
 )
-from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import Member
-from farflung.networks.internet.contact.peers import Peers
-from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
-from farflung.networks.internet.states.believing import (
-    STRETCHES,
-    Believed,
-    Source,
-    by_majority,
-    by_spread,
-    largest_group,
-    signs_for,
-)
-from farflung.networks.internet.states.downloads import Download, Kept
-from farflung.networks.internet.states.manifests import LONGEST, Manifest, manifest_of
-from farflung.networks.internet.states.packing import longest, unpack
-from farflung.networks.internet.states.snapshots import FRESH_SECONDS
+from farflung.networks.peers.manifests import LONGEST, Manifest, manifest_of
+from farflung.networks.peers.member import Member
+from farflung.networks.peers.packing import longest, unpack
 
 ASKED = 15
 """Peers that are asked of the state, drawn at random: each makes a copy of its own to answer."""

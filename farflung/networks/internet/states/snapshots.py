@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
-from farflung.networks.internet.contact.frames import Frame, digest, entry, whole, write_payload
 from farflung.networks.internet.contact.host import UNREACHABLE
-from farflung.networks.internet.contact.member import MOST_STAGES
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
-from farflung.networks.internet.states.believing import sketches_of
-from farflung.networks.internet.states.manifests import pieces_of
-from farflung.networks.internet.states.packing import packed
+from farflung.networks.peers.believing import sketches_of
+from farflung.networks.peers.frames import Frame, digest, entry, whole, write_payload
+from farflung.networks.peers.manifests import pieces_of
+from farflung.networks.peers.member import MOST_STAGES
+from farflung.networks.peers.packing import packed
 
 KEPT_SECONDS = 120.0
 """How long a snapshot that nobody asks for is kept."""

@@ -6,16 +6,16 @@ import functools
 import hashlib
 from pathlib import Path
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 
 from farflung.errors import UserError
 from farflung.files import replacing
 
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
+STORED = b"\x08\x01\x12\x40"
+"""What stands before an Ed25519 key and its public one in a file, as libp2p stores them: its kind and length."""
 ID_BYTES = b"\x00\x24\x08\x01\x12\x20"
 """What stands before the key in an Ed25519 key's libp2p id: the id is the key itself, not its hash."""
 LONGEST_ID = 64
@@ -37,7 +37,7 @@ class Identity:
             _write(path, Ed25519PrivateKey.generate())
         self.path = path
         self._key = _read(path)
-        self.peer = PeerID(ID_BYTES + self._key.public_key().public_bytes_raw()).to_base58()
+        self.peer = base58.b58encode(ID_BYTES + self._key.public_key().public_bytes_raw()).decode()
         self.rank = rank_of(self.peer)
 
     def sign(self, text: bytes) -> str:
@@ -71,10 +71,9 @@ def signed_by(peer: str, signature: str, text: bytes) -> bool:
 def _key_of(peer: str) -> Ed25519PublicKey | None:
     """The key of which a text is the libp2p id; None if it is none."""
     try:
-        read = PeerID.from_base58(peer)
-        content = read.to_bytes()
+        content = base58.b58decode(peer)
         # Another spelling of an id, such as with spaces, would be another rank of the same key.
-        if read.to_base58() != peer or not content.startswith(ID_BYTES):
+        if base58.b58encode(content).decode() != peer or not content.startswith(ID_BYTES):
             return None
         return Ed25519PublicKey.from_public_bytes(content[len(ID_BYTES) :])
     except ValueError:
@@ -83,18 +82,14 @@ def _key_of(peer: str) -> Ed25519PublicKey | None:
 
 def _write(path: Path, key: Ed25519PrivateKey) -> None:
     content = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    stored = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=content)
     with replacing(path, private=True) as file:
-        file.write(stored.SerializeToString())
+        file.write(STORED + content)
 
 
 def _read(path: Path) -> Ed25519PrivateKey:
-    try:
-        stored = crypto_pb2.PrivateKey.FromString(path.read_bytes())
-        if stored.key_type == crypto_pb2.Ed25519 and len(stored.data) == 2 * KEY_BYTES:
-            return Ed25519PrivateKey.from_private_bytes(stored.data[:KEY_BYTES])
-    except DecodeError:
-        pass
+    stored = path.read_bytes()
+    if stored.startswith(STORED) and len(stored) == len(STORED) + 2 * KEY_BYTES:
+        return Ed25519PrivateKey.from_private_bytes(stored[len(STORED) : len(STORED) + KEY_BYTES])
     raise UserError(
         f"{path} holds an older farflung's key, or is damaged; join with another --out, or remove the file if no run "
         "folder is its own"

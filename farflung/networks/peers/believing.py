@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farflung.networks.internet.contact.member import Member
-from farflung.networks.internet.states.manifests import Manifest
+from farflung.networks.peers.manifests import Manifest
+from farflung.networks.peers.member import Member
 
 STRETCHES = 16
 """Sums of a piece's sketch."""

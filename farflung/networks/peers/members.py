@@ -8,11 +8,11 @@ import random
 import statistics
 import time
 
-from farflung.networks.internet.contact.frames import Frame
-from farflung.networks.internet.contact.guard import Guard
-from farflung.networks.internet.contact.host import at_relay
-from farflung.networks.internet.contact.identity import rank_of
-from farflung.networks.internet.contact.member import ALIVE_SECONDS, CAUTION, FASTER, Member
+from farflung.networks.peers.addresses import at_relay
+from farflung.networks.peers.frames import Frame
+from farflung.networks.peers.guard import Guard
+from farflung.networks.peers.identity import rank_of
+from farflung.networks.peers.member import ALIVE_SECONDS, CAUTION, FASTER, Member
 
 KNOWN, LOST = 128, 256
 """Members that are there, and those that have gone, of which a peer keeps track."""

@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, number, reading, whole
-from farflung.networks.internet.contact.host import LONGEST_ADDRESS, MOST_ADDRESSES, leads_to
-from farflung.networks.internet.contact.identity import Identity, rank_of, signed_by
+from farflung.networks.peers.addresses import LONGEST_ADDRESS, MOST_ADDRESSES, leads_to
+from farflung.networks.peers.frames import Frame, FrameError, entry, number, reading, whole
+from farflung.networks.peers.identity import Identity, rank_of, signed_by
 
 BEAT_SECONDS = 5.0
 """How often a peer tells another one of itself and others: most of what it costs to be known."""
@@ -32,7 +32,7 @@ ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
 
 FACTS = (
-    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone", "observes"),
+    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone", "observes", "requests"),
     *("queue", "capacity", "microbatches_per_second", "sent", "bypassed", "validation_loss", "serves", "ended"),
 )
 """The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""

@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from farflung.networks.internet.contact.frames import FrameError, reading
+from farflung.networks.peers.frames import FrameError, reading
 
 BYTES = 4
 """Of a value; the machines that farflung runs on put the first one last."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from farflung.networks.internet.contact.frames import Frame, FrameError, entry, name_in, reading, whole
-from farflung.networks.internet.contact.member import FURTHEST
+from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, reading, whole
+from farflung.networks.peers.member import FURTHEST
 
 PIECE = 1 << 22
 PIECES = 512

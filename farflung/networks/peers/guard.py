@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from farflung.durations import duration
-from farflung.networks.internet.contact.frames import plain
+from farflung.networks.peers.frames import plain
 
 STRIKES = 3
 """So many offences within BAN_SECONDS ban a peer for as long."""

@@ -1,15 +1,37 @@
-"""How fast this peer trains, and the step that it counts."""
+"""How fast this peer trains, the step that it counts, and how long it waits for others."""
 
 from __future__ import annotations
 
 import math
+import time
 
-from farflung.networks.internet.contact.members import Members
+from farflung.networks.peers.members import Members
 
 JUMP = 4
 """A peer that is so many steps behind the median step skips to it."""
 MEMORY_SECONDS = 10.0
 """Steps over which a peer's speed is averaged."""
+
+
+WAITED_SHARE = 0.25
+"""The part of the time between two rounds for which a peer waits for others."""
+FIRST_ROUND_SECONDS = 20.0
+"""How long the first round is expected to take."""
+
+
+class Patience:
+    """How long a peer waits for others at a round: a share of the time since the last, and so many seconds at most."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._met: dict[str, float] = {}
+
+    def seconds(self, key: str) -> float:
+        """How long to wait at a round that begins now, by the time since the last of its fragment."""
+        fragment, now = key.rpartition(" of ")[2], time.monotonic()
+        between = now - self._met.get(fragment, now - FIRST_ROUND_SECONDS)
+        self._met[fragment] = now
+        return min(max(1.0, WAITED_SHARE * between), self._longest_s)
 
 
 class Pace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import tomllib
 from dataclasses import dataclass, replace
@@ -14,10 +15,14 @@ from typing import Any
 
 from farflung.errors import UserError
 from farflung.files import write_text, written_by_farflung
-from farflung.networks.internet.contact.host import leads_to
+from farflung.networks.peers.addresses import leads_to
 from farflung.tables import to_toml
 
 LONGEST_NAME = 64
+
+
+class NobodyAnswersError(UserError):
+    """No peer is found where a ticket leads."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Ticket:
     secret: str
     """64 hexadecimal digits that every peer knows, and nobody else."""
     addresses: tuple[str, ...]
-    """libp2p's, of peers that were there when it was written."""
+    """libp2p's, of peers that were there when it was written; or the folder through which they meet, as a URL."""
     settings: dict[str, Any]
     """Those that are not at their defaults."""
 
@@ -42,6 +47,11 @@ class Ticket:
     def run(self) -> str:
         """The run's name on the wire; it reveals nothing of the secret."""
         return hashlib.sha256(f"run {self.secret}".encode()).hexdigest()[:16]
+
+    @property
+    def folder(self) -> str:
+        """The URL of the folder through which its peers meet; "" where they have addresses of their own."""
+        return next((address for address in self.addresses if is_folder(address)), "")
 
     @property
     def settings_hash(self) -> str:
@@ -70,6 +80,15 @@ class Ticket:
     def write(self, path: Path) -> None:
         """Writes the ticket, readable by its owner only."""
         write_text(path, self.text(), private=True)
+
+
+def is_folder(address: str) -> bool:
+    """Whether an address is the URL of a folder."""
+    return re.fullmatch(r"[a-z][a-z0-9]*://\S*", address) is not None
+
+
+def _is_address(address: str) -> bool:
+    return is_folder(address) or leads_to(address, address.rpartition("/p2p/")[2])
 
 
 def check_name(name: str) -> None:
@@ -104,8 +123,9 @@ def read_ticket(path: Path) -> Ticket:
     secret, addresses = table["secret"], table["addresses"]
     if len(secret) != 64 or set(secret) - set("0123456789abcdef"):
         raise UserError(f"{path} is damaged: its secret is not 64 hexadecimal digits; ask for a new one")
-    if not all(isinstance(address, str) and leads_to(address, address.rpartition("/p2p/")[2]) for address in addresses):
+    if not all(isinstance(address, str) and _is_address(address) for address in addresses):
         raise UserError(
-            f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID; ask for a new one"
+            f"{path} is damaged: an address is not of the form /ip4/HOST/tcp/PORT/p2p/ID, or a folder's URL; ask for a "
+            "new one"
         )
     return Ticket(table["name"], secret, tuple(addresses), table["settings"])

@@ -1,0 +1,204 @@
+"""Replicas as peers that come and go, and meet in a folder: a share, a bucket, or a directory of an SSH server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from farflung.errors import UserError
+from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
+from farflung.networks.folder.meetings import Meetings
+from farflung.networks.folder.packets import BYTES_A_VALUE, LARGEST_MESSAGE, ROOM, ROUND, PacketExchanges
+from farflung.networks.folder.presence import Presence
+from farflung.networks.folder.states import FolderStates
+from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
+from farflung.networks.peers.identity import Identity
+from farflung.networks.peers.pace import Pace, Patience, counted_step
+from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
+from farflung.networks.transfer import IN_BACKGROUND, Transfer
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+LAST_SECONDS = 15.0
+"""How long a peer that leaves lets others read what it has written for a round."""
+
+
+class FolderNetwork(PacketExchanges):
+    """A peer's seat in a run whose peers meet in a folder. Its rank is a number made of its key.
+
+    Others are waited for at most `deadline` seconds. Where this is the first process of an island, `near` is the
+    network of its processes. Raises UserError when the folder cannot be reached, or others do not want this peer.
+    """
+
+    def __init__(self, presence: Presence, deadline: float = 120.0, near: Network | None = None) -> None:
+        super().__init__(presence, deadline)
+        self.near = near
+        self._meetings = Meetings(presence)
+        self._states = FolderStates(presence, 4 * LARGEST_MESSAGE)
+        self._prefetched: Pending[SharedState | None] | None = None
+        self._pace = Pace()
+        self._patience = Patience(deadline / 2)
+        presence.start()
+
+    def find_others(self) -> None:
+        """Waits until another peer is there, or what all have left. Raises NobodyAnswersError."""
+        ends = self.now() + self._deadline
+        with contextlib.suppress(StoreAwayError):
+            while self.behind(0) is None and not self.peers.members.proven():
+                if self.now() > ends:
+                    raise NobodyAnswersError(
+                        f"nobody is in {self.peers.ticket.folder}, and there is nothing of the run; the run may be over"
+                    )
+                time.sleep(1.0)
+                self.peers.look(time.monotonic())
+
+    @classmethod
+    def from_env(cls, deadline: float = 120.0) -> FolderNetwork:
+        """Joins the run that FARFLUNG_TICKET leads to; this peer's key is in FARFLUNG_KEY, by default ./peer.key.
+
+        Raises UserError.
+        """
+        ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
+        identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
+        return cls(Presence(ticket, identity, newcomer_info(ticket), log.warning, min(30.0, deadline / 4)), deadline)
+
+    @property
+    def elastic(self) -> ElasticNetwork:
+        """See Network."""
+        return self
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """See ElasticNetwork; what the folder's owner has done, too."""
+        return self.peers.guard.refused
+
+    def members(self) -> Group:
+        """The training peers that were heard lately, and this one. Raises UserError where it cannot stay."""
+        self.peers.check()
+        return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
+
+    def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
+        """Nothing: this process exchanges all cells."""
+
+    def between(self, seats: Mapping[int, int]) -> Network:
+        """See ElasticNetwork."""
+        return self
+
+    def meet(
+        self, wanted: Group, key: str, step: int, weight: float, lineage: str, then: Callable[[Party], T]
+    ) -> Pending[T]:
+        """See ElasticNetwork."""
+        patience_s = self._patience.seconds(key)
+
+        def meet(_: Transfer[T]) -> T:
+            IN_BACKGROUND.set(True)
+            visit, party = self._meetings.come(wanted, key, step, weight, lineage, patience_s)
+            ROUND.set(visit.subject)
+            try:
+                return then(party)
+            finally:
+                self._meetings.leave(visit)
+
+        return self.begin(wanted, meet)
+
+    def stand_by(self, step: int) -> None:
+        """Says that this peer is about to train on from a step: others then count on it in their first round."""
+        self.peers.info.update(trains=True, step=step)
+        with contextlib.suppress(StoreAwayError):
+            self.peers.beat()
+
+    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
+        """See ElasticNetwork. Raises UserError where this peer cannot stay."""
+        self.peers.check()
+        counted = counted_step(step, every, self.peers.members, self._pace.begins)
+        own = self._pace.step(self.now())
+        self.peers.info.update(trains=True, rate=rate or own, step=counted)
+        self.peers.members.stepped(own)
+        return counted
+
+    @property
+    def wanted(self) -> bool:
+        """See ElasticNetwork."""
+        return self._states.due
+
+    @property
+    def keeps(self) -> bool:
+        """See ElasticNetwork: one of those who train keeps it in the folder."""
+        return self._states.keeps
+
+    def give(self, state: SharedState) -> None:
+        """See ElasticNetwork."""
+        self._states.give(state)
+
+    def expect_model(self, shapes: str, values: int) -> None:
+        """Announces the model, by a hash of its shapes and its number of values, once it is known.
+
+        Raises UserError when the run's peers have another.
+        """
+        others = {member.shapes for member in self.peers.members.all() if member.shapes}
+        if others and shapes not in others:
+            raise UserError(OTHER_SHAPES)
+        self.peers.info["shapes"] = shapes
+        self.largest = BYTES_A_VALUE * values + ROOM
+        self._states.largest = 4 * self.largest
+
+    def behind(self, step: int) -> float | None:
+        """How many steps the others are ahead of one, or were when they left; None where there is nothing of them."""
+        median = self.peers.members.median_step()
+        reached = self._states.kept_step() if median is None else median
+        return None if reached is None else reached - step
+
+    def prefetch(self, identical: bool) -> None:
+        """Starts the download that the next `fetch` yields."""
+        self._prefetched = self.fetch(identical)
+
+    def fetch(self, identical: bool) -> Pending[SharedState | None]:
+        """See ElasticNetwork."""
+        begun, self._prefetched = self._prefetched, None
+        self.peers.info["trains"] = False  # until its next step: nobody waits for it, or asks it for the state
+        return begun or self.begin(self.members(), lambda _: self._states.fetch(identical))
+
+    def accept(self) -> None:
+        """Nothing: what was downloaded lies in memory."""
+
+    def reject(self, state: SharedState, why: str) -> None:
+        """See ElasticNetwork."""
+        for rank in state.givers:
+            self._states.refuse(rank)
+            self.blame(rank, why)
+
+    def blame(self, rank: int, why: str) -> None:
+        """See ElasticNetwork."""
+        if member := self.peers.members.by_rank.get(rank):
+            self.peers.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
+
+    def tell_others(self, **facts: float) -> None:
+        """See ElasticNetwork."""
+        told = {**self.peers.info["facts"], **facts}
+        self.peers.info["facts"] = {name: fact for name, fact in told.items() if math.isfinite(fact)}
+
+    def others_told(self, fact: str) -> list[float]:
+        """See ElasticNetwork."""
+        return [member.facts[fact] for member in self.peers.members.training() if fact in member.facts]
+
+    def invitation(self) -> Ticket:
+        """The run's ticket."""
+        return self.peers.ticket
+
+    def close(self) -> None:
+        """Leaves the run, when those that this peer has met have read what it has written."""
+        self._states.finish(self._deadline)
+        ends = self.now() + LAST_SECONDS
+        with contextlib.suppress(StoreAwayError):
+            while self.now() < ends and self.wanted_by_others(self.peers.look(time.monotonic())):
+                time.sleep(0.5)
+        self.peers.close(self._states.kept)

@@ -1,0 +1,218 @@
+"""The objects that are there: what this peer has written, what others have, and what the folder's owner has done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from farflung.networks.folder.sealing import (
+    FIXED,
+    OVERHEAD,
+    Kind,
+    Note,
+    SealError,
+    Seals,
+    check_note,
+    check_told,
+)
+from farflung.networks.folder.store import Store
+from farflung.networks.peers.guard import Guard
+
+REMEMBERED = 1 << 16
+"""Names that have gone, to know them again."""
+UNKNOWN = 4096
+"""Names that nobody of the run has written, which are counted but once."""
+HEADER = 8
+"""Bytes of a part's length, before the parts of a content that has several."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An object of a member's: its name, and what that says."""
+
+    name: str
+    note: Note
+    signature: bytes
+
+
+@dataclass
+class Listing:
+    """What was there, when a listing was asked for; `fixed` are the names that all know beforehand."""
+
+    at: float = float("-inf")
+    written: list[Written] = field(default_factory=list)
+    fixed: set[str] = field(default_factory=set)
+
+
+class Notes:
+    """Reads and writes a run's objects. May be used by many threads."""
+
+    def __init__(self, store: Store, seals: Seals, rank: int, session: int, guard: Guard) -> None:
+        self.store = store
+        self.rank = rank
+        self.session = session
+        self.seals = seals
+        self._guard = guard
+        self._number = 0
+        self._looking, self._writing = threading.Lock(), threading.Lock()
+        self._last = Listing()
+        self._known: dict[str, Written] = {}
+        self._unknown: OrderedDict[str, None] = OrderedDict()
+        self._mine: dict[str, float] = {}
+        """Own objects, and since when they are there."""
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        """Objects that are there no more, and since when."""
+        self._leaving: dict[str, None] = {}
+        """Own objects that are to be removed."""
+        self.missing: set[str] = set()
+        """Own objects that somebody else has removed."""
+
+    def post(self, kind: Kind, said: Callable[..., Note], parts: Sequence[bytes | memoryview] = ()) -> Written:
+        """Writes an object; `said` makes its note of what is given here. Raises StoreAwayError."""
+        with self._writing:
+            self._number += 1
+            size = sum(map(len, parts)) + OVERHEAD * len(parts)
+            if len(parts) > 1:
+                size += HEADER * len(parts) + OVERHEAD
+            who: dict[str, Any] = {"kind": kind, "rank": self.rank, "session": self.session, "number": self._number}
+            note = said(**who, time=time.time(), size=size)
+        name = self.seals.name(note)
+        self.store.put(name, self._sealed(name, parts))
+        self._mine[name] = time.monotonic()
+        return Written(name, note, b"")
+
+    def create(self, name: str, told: bytes) -> bool:
+        """Writes an object with a name that others may want to write, too; whether this peer was the first."""
+        created = self.store.create(name, self.seals.content(name, 0, told))
+        if created:
+            self._mine[name] = time.monotonic()
+        return created
+
+    def look(self, newer_than: float) -> Listing:
+        """What is there; one listing is for all who ask meanwhile. Raises StoreAwayError."""
+        with self._looking:
+            if self._last.at < newer_than:
+                began = time.monotonic()
+                names = self.store.names()
+                if not self._rolled_back(names, began):
+                    self._take(names, began)
+            return self._last
+
+    @property
+    def last(self) -> Listing:
+        """What was there when somebody looked last."""
+        return self._last
+
+    def read(self, peer: str, written: Written, part: int | None = None) -> memoryview:
+        """What a peer's object says; of one with several parts, one. Raises SealError, FileNotFoundError and kin."""
+        name, count = written.name, written.note.count
+        if part is None or count < 2:
+            return self.opened(peer, name, 0, self.store.get(name))
+        table_bytes = HEADER * count + OVERHEAD
+        table = self.opened(peer, name, 0, self.store.get(name, 0, table_bytes))
+        sizes = [int.from_bytes(table[at : at + HEADER]) + OVERHEAD for at in range(0, len(table), HEADER)]
+        begin = table_bytes + sum(sizes[:part])
+        return self.opened(peer, name, part + 1, self.store.get(name, begin, begin + sizes[part]))
+
+    def opened(self, peer: str, name: str, part: int, content: bytes) -> memoryview:
+        """What a part of an object says, if a peer has signed it; else counts why not. Raises SealError."""
+        try:
+            signature, told = self.seals.told(name, part, content)
+            check_told(peer, name, part, signature, told)
+        except SealError as error:
+            self._guard.refuse(f"{error.kind} object")
+            raise
+        return told
+
+    def checked(self, peer: str, written: Written) -> bool:
+        """Whether a peer has signed a note; counts it if not."""
+        try:
+            check_note(peer, written.note, written.signature)
+        except SealError as error:
+            self._guard.refuse(f"{error.kind} object")
+            return False
+        return True
+
+    def leave(self, *names: str) -> None:
+        """Has objects removed with the next `sweep`."""
+        self._leaving.update(dict.fromkeys(names))
+
+    def sweep(self) -> None:
+        """Removes what is to be removed. Raises StoreAwayError."""
+        names = list(self._leaving)
+        for name in names:
+            self._mine.pop(name, None)
+        self.store.remove(names)
+        now = time.monotonic()
+        for name in names:
+            self._leaving.pop(name, None)
+            self.missing.discard(name)
+            self._remember(name, now)
+
+    def forget_all(self, but: Collection[str]) -> None:
+        """Removes all that this peer has written but some. Raises StoreAwayError."""
+        self.leave(*(name for name in list(self._mine) if name not in but))
+        self.sweep()
+
+    def _sealed(self, name: str, parts: Sequence[bytes | memoryview]) -> bytes:
+        if len(parts) < 2:
+            return b"".join(self.seals.content(name, 0, part) for part in parts)
+        table = b"".join(len(part).to_bytes(HEADER) for part in parts)
+        sealed = (self.seals.content(name, number, part) for number, part in enumerate([table, *parts]))
+        return b"".join(sealed)
+
+    def _rolled_back(self, names: dict[str, int], began: float) -> bool:
+        """Whether a listing is an older one: with what has gone, and without what was written since."""
+        missing = [name for name, since in list(self._mine.items()) if since < began and name not in names]
+        back = [name for name in names if self._gone.get(name, began) < began]
+        if missing and back:
+            self._guard.refuse("rolled-back listing")
+            return True
+        for name in missing:
+            if name not in self.missing and name not in self._leaving:
+                self._guard.refuse("deleted object")
+                self.missing.add(name)
+        return False
+
+    def _take(self, names: dict[str, int], began: float) -> None:
+        written, fixed = list[Written](), set[str]()
+        for name, size in names.items():
+            if name.startswith(FIXED):
+                fixed.add(name)
+            elif (one := self._known_as(name, size)) is not None:
+                written.append(one)
+        for name in self._known.keys() - names.keys():
+            del self._known[name]
+            self._remember(name, began)
+        self._last = Listing(began, written, fixed)
+
+    def _known_as(self, name: str, size: int) -> Written | None:
+        """What a name says, unless it is one that counts for nothing."""
+        if name in self._known:
+            return self._known[name]
+        if name in self._unknown:
+            return None
+        kind = "replayed" if name in self._gone else ""
+        if not kind:
+            try:
+                note, signature = self.seals.note(name)
+                kind = "truncated" if size != note.size else ""
+            except SealError as error:
+                kind = error.kind
+        if kind:
+            self._guard.refuse(f"{kind} object")
+            self._unknown[name] = None
+            while len(self._unknown) > UNKNOWN:
+                self._unknown.popitem(last=False)
+            return None
+        self._known[name] = Written(name, note, signature)
+        return self._known[name]
+
+    def _remember(self, name: str, since: float) -> None:
+        self._gone[name] = since
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)

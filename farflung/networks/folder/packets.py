@@ -1,0 +1,235 @@
+"""Exchanges of packets through a folder: each writes one object, and reads its part of the others'."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, mean_in_order
+from farflung.networks.folder.meetings import FIRST_PAUSE
+from farflung.networks.folder.notes import Listing, Written
+from farflung.networks.folder.presence import Presence
+from farflung.networks.folder.sealing import OVERHEAD, Kind, SealError
+from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.frames import plain
+from farflung.networks.transfer import RealNetwork, Transfer
+
+T = TypeVar("T")
+
+LARGEST_MESSAGE = 1 << 33
+"""Bytes of the largest message, before the model is known."""
+BYTES_A_VALUE = 16
+"""The largest message of a model, for each of its values."""
+ROOM = 1 << 20
+"""Bytes that a packet may be larger than expected."""
+ROUND: ContextVar[bytes] = ContextVar("round", default=b"")
+"""The subject of the round at which this thread exchanges packets."""
+PAUSE_SHARE, LONGEST_PAUSE = 0.15, 2.0
+"""A pause between two looks for packets, as a part of the time since this peer has begun to write; seconds at most."""
+
+
+class PacketExchanges(RealNetwork):
+    """See Network. Others are waited for at most `deadline` seconds."""
+
+    islands = None
+    processes: tuple[int, ...] = ()
+
+    def __init__(self, presence: Presence, deadline: float) -> None:
+        super().__init__()
+        self.rank = presence.identity.rank
+        self.peers = presence
+        self.traffic = presence.traffic
+        self.largest = LARGEST_MESSAGE
+        self._deadline = deadline
+        self._kept: list[tuple[str, float, bytes]] = []
+        """Packets that others may still want, until when, and of which round."""
+        presence.tidying.append(self._sweep)
+
+    def address(self, rank: int) -> str:
+        """A replica's name in messages."""
+        member = self.peers.members.by_rank.get(rank)
+        return member.described if member else f"replica {rank} (unknown here)"
+
+    def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+        if group == (self.rank,):
+            return Finished({self.rank: packet}, self.now())
+
+        def work(transfer: Transfer[Packets]) -> Packets:
+            self._swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline)
+            return transfer.all_with(packet)
+
+        return self.begin(group, work)
+
+    def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
+        """See Network."""
+
+        def work(transfer: Transfer[Packets]) -> Packets:
+            self._swap(packets, transfer, key, self._deadline)
+            return transfer.all_received()
+
+        return self.begin(group, work)
+
+    def scatter_combine_gather(self, packets: Packets, group: Group, key: str, combine: Combine) -> Pending[Packets]:
+        """See Network."""
+        return self.begin(group, lambda transfer: self._combined(packets, combine, transfer, key))
+
+    def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
+        """See Network. Each of several members averages one part; of two each averages all, which takes half as long.
+
+        A store is asked twice for each way there and back.
+        """
+        if group == (self.rank,):
+            return Finished(tensor, self.now())
+
+        def whole(transfer: Transfer[Tensor]) -> Tensor:
+            self._swap(dict.fromkeys(transfer.others, _bytes_of(tensor)), transfer, key, self._deadline)
+            flat = tensor.view(-1)
+            packets = transfer.all_with(_bytes_of(flat))
+            if any(len(packet) != flat.nbytes for packet in packets.values()):
+                raise PeerLostError(transfer.others, "its packet has another size")
+            values = [packets[member].view(tensor.dtype).to(tensor.device) for member in group]
+            flat.copy_(mean_in_order(values))
+            return tensor
+
+        return self.begin(group, whole if len(group) == 2 else lambda transfer: self._parts(tensor, transfer, key))
+
+    def _parts(self, tensor: Tensor, transfer: Transfer[Tensor], key: str) -> Tensor:
+        group = transfer.group
+        parts = dict(zip(group, torch.tensor_split(tensor.view(-1), len(group)), strict=True))
+        own = parts[self.rank]
+
+        def combine(received: Packets) -> Tensor:
+            if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
+                return _bytes_of(own)
+            values = {sender: packet.view(tensor.dtype) for sender, packet in received.items()} | {self.rank: own}
+            return _bytes_of(mean_in_order([values[member].to(own.device) for member in group]))
+
+        packets = {other: _bytes_of(parts[other]) for other in transfer.others}
+        combined = self._combined(packets, combine, transfer, key)
+        for member, part in parts.items():
+            part.copy_(combined[member].view(tensor.dtype).to(part.device))
+        return tensor
+
+    def begin(self, group: Group, work: Callable[[Transfer[T]], T]) -> Transfer[T]:
+        """Starts work in a thread of its own."""
+        transfer = Transfer[T](self, group)
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                transfer.finish(work(transfer))
+            except Exception as error:
+                transfer.fail(error)
+
+        def ended(future: Future[Any]) -> None:
+            if future.cancelled():
+                transfer.fail(PeerLostError(transfer.others, "this peer has left the run"))
+
+        try:
+            self.peers.submit(lambda: context.run(run)).add_done_callback(ended)
+        except RuntimeError:  # it has left already
+            transfer.fail(PeerLostError(transfer.others, "this peer has left the run"))
+        return transfer
+
+    def wanted_by_others(self, listing: Listing) -> bool:
+        """Whether somebody is still at a round of which this peer has packets."""
+        at = self._rounds_of_others(listing)
+        return any(round in at for _, _, round in self._kept)
+
+    def _sweep(self, listing: Listing) -> None:
+        """Has packets removed that nobody waits for any longer."""
+        at, now = self._rounds_of_others(listing), self.now()
+        here = (one.note for one in listing.written if one.note.kind == Kind.HERE)
+        at |= {b"", *(note.subject for note in here if note.rank == self.rank)}
+        over = [name for name, until, round in self._kept if now >= until or round not in at]
+        self._kept = [kept for kept in self._kept if kept[0] not in over]
+        self.peers.notes.leave(*over)
+
+    def _rounds_of_others(self, listing: Listing) -> set[bytes]:
+        """The rounds at which others still are."""
+        there = (one.note for one in listing.written if one.note.kind == Kind.HERE and one.note.rank != self.rank)
+        return {note.subject for note in there if self.peers.found(note.rank)}
+
+    def _combined(self, packets: Packets, combine: Combine, transfer: Transfer[Any], key: str) -> Packets:
+        half = self._deadline / 2  # the other half of the time is for the way back
+        self._swap(packets, transfer, f"{key}, to be combined", half)
+        received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
+        combined = combine(received)
+        self._swap(dict.fromkeys(received, combined), transfer, f"{key}, combined", half)
+        return transfer.all_with(combined)
+
+    def _swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline_s: float) -> None:
+        """Writes the packets, and reads the others': who fails in that is lost, the rest goes on."""
+        subject = self.peers.notes.seals.subject("packet", key, transfer.group)
+        began = self.now()
+        missing = {rank for rank in packets if rank not in transfer.lost}
+        try:
+            self._write(packets, transfer.group, subject)
+            while missing:
+                listing = self.peers.look(time.monotonic())
+                there = self.peers.of(listing.written, Kind.PACKET, subject)
+                self._read_all([there[rank] for rank in missing & there.keys()], transfer)
+                missing -= transfer.delivered.keys() | transfer.lost.keys()
+                for rank in [rank for rank in missing if self.peers.found(rank) is None]:
+                    transfer.lost[rank] = "it has gone"
+                    missing.discard(rank)
+                if self.now() - began > deadline_s:
+                    transfer.lost |= dict.fromkeys(missing, f"it did not deliver within {deadline_s:g} s")
+                    break
+                if missing:
+                    time.sleep(min(max(FIRST_PAUSE, PAUSE_SHARE * (self.now() - began)), LONGEST_PAUSE))
+        except StoreAwayError as error:
+            transfer.lost |= dict.fromkeys(missing, plain(str(error)))
+        self._count(packets, transfer)
+
+    def _write(self, packets: Packets, group: Group, subject: bytes) -> None:
+        """Writes one object: a part for each receiver, in the group's order, or one for all."""
+        parts = [packets[rank] for rank in group if rank in packets]
+        if all(part is parts[0] for part in parts):
+            parts = parts[:1]
+        content = [part.detach().cpu().contiguous().numpy().data.cast("B") for part in parts]
+        count = len(content)
+        said = self.peers.said
+        note = self.peers.notes.post(Kind.PACKET, lambda **who: said(**who, subject=subject, count=count), content)
+        self._kept.append((note.name, self.now() + self._deadline, ROUND.get()))
+        self.traffic.packets_sent += len(packets)
+
+    def _read_all(self, written: list[Written], transfer: Transfer[Any]) -> None:
+        """Reads some packets at a time."""
+        for _ in self.peers.readers.map(lambda one: self._read(one, transfer), written):
+            pass
+
+    def _read(self, written: Written, transfer: Transfer[Any]) -> None:
+        note = written.note
+        member = self.peers.members.by_rank[note.rank]
+        if note.size > self.largest + OVERHEAD * (note.count + 1):
+            self.peers.guard.strike(member.peer, "bad packet", f"{member.described}: its packet is too large")
+            transfer.lost[note.rank] = "its packet is too large"
+            return
+        receivers = [rank for rank in transfer.group if rank != note.rank]
+        try:
+            told = self.peers.notes.read(self.peers.peer_of(note), written, receivers.index(self.rank))
+            transfer.delivered[note.rank] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+            self.traffic.packets_received += 1
+        except (SealError, FileNotFoundError) as error:
+            transfer.lost[note.rank] = plain(str(error))
+        except StoreAwayError as error:
+            transfer.lost[note.rank] = plain(str(error))
+
+    def _count(self, packets: Packets, transfer: Transfer[Any]) -> None:
+        """Notes who has delivered, and who has not though it is there."""
+        for rank in packets:
+            if member := self.peers.members.by_rank.get(rank):
+                (self.peers.guard.missed if rank in transfer.lost else self.peers.guard.delivered)(member.peer)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

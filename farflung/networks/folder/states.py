@@ -1,0 +1,277 @@
+"""The run's state in the folder: written for newcomers who ask, and now and then for the day when all have gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+
+import torch
+from torch import Tensor
+
+from farflung.networks.base import PeerLostError, SharedState
+from farflung.networks.folder.meetings import turn
+from farflung.networks.folder.notes import Listing, Written
+from farflung.networks.folder.presence import Presence
+from farflung.networks.folder.sealing import OVERHEAD, SUBJECT, Kind, SealError
+from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.believing import Believed, Signs, Source, by_majority, by_spread, largest_group, signs_for
+from farflung.networks.peers.frames import Frame, FrameError, digest, entry, parsed, reading
+from farflung.networks.peers.identity import rank_of
+from farflung.networks.peers.manifests import LONGEST, Manifest, manifest_of, pieces_of
+from farflung.networks.peers.member import Member
+from farflung.networks.peers.packing import longest, packed, unpack
+
+GIVERS = 3
+"""Peers that write their state for one who asks: of three, none is believed alone."""
+KEPT_SECONDS = 1800.0
+"""How long a state is kept that was asked for."""
+ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
+"""How long the first answer is waited for, and after it the others."""
+LOOK_SECONDS = 1.0
+AHEAD = 1000
+"""Steps that a state may be ahead of the median step."""
+SHARED = b"the last state"
+
+
+class FolderStates:
+    """Gives this peer's state and fetches others'. No state of more than `largest` bytes is taken."""
+
+    def __init__(self, presence: Presence, largest: int) -> None:
+        self.largest = largest
+        self._presence = presence
+        self._notes = presence.notes
+        self._answered: set[bytes] = set()
+        self._given: dict[str, float] = {}
+        """Own objects, and until when they are kept."""
+        self._last: list[str] = []
+        """Own objects of the state that is kept when all have gone."""
+        self._refused: set[str] = set()
+        self._writing: list[Future[None]] = []
+        self._last_subject = self._notes.seals.subject(SHARED)
+        presence.tidying.append(self._tidy)
+
+    @property
+    def kept(self) -> list[str]:
+        """The objects of this peer's that stay when all have gone."""
+        return self._last
+
+    @property
+    def due(self) -> bool:
+        """Whether this peer is to write its state."""
+        return bool(self._asked(self._notes.last))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this is the one of those who train that keeps a state in the folder for when all have gone."""
+        return all(self._presence.identity.rank < member.rank for member in self._presence.members.training())
+
+    def give(self, state: SharedState) -> None:
+        """Writes a copy of the state, in a thread of its own."""
+        subjects = self._asked(self._notes.last)
+        self._answered |= subjects
+        content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
+        tensors = [[name, value.numel()] for name, value in state.tensors.items()]
+        if self.keeps:
+            subjects |= {self._last_subject}
+
+        def write() -> None:
+            try:
+                self._write(content.view(torch.uint8), {"facts": state.facts, "tensors": tensors}, subjects)
+            except StoreAwayError as error:
+                self._presence.tell_once(f"the run's state was not written: {error}")
+
+        self._writing = [one for one in self._writing if not one.done()] + [self._presence.submit(write)]
+
+    def finish(self, seconds: float) -> None:
+        """Waits at most so long for what is being written."""
+        wait(self._writing, seconds)
+
+    def fetch(self, identical: bool) -> SharedState:
+        """The state of those who train, or where nobody does, the last that was kept. Raises PeerLostError."""
+        try:
+            if self._presence.members.training():
+                sources = self._answers()
+            else:
+                sources = self._described(self._states(self._last_subject))
+            return self._taken(sources, identical)
+        except StoreAwayError as error:
+            raise PeerLostError([], str(error)) from error
+
+    def kept_step(self) -> int | None:
+        """The step of the last state that was kept for when all have gone; None where there is none."""
+        steps = [one.note.step for one in self._states(self._last_subject)]
+        return max(steps, default=None)
+
+    def refuse(self, rank: int) -> None:
+        """Takes no state of a peer any more."""
+        if member := self._presence.members.by_rank.get(rank):
+            self._refused.add(member.peer)
+
+    def _asked(self, listing: Listing) -> set[bytes]:
+        """Whose questions this peer is to answer."""
+        asks = self._presence.of(listing.written, Kind.ASK).values()
+        own = self._presence.identity.rank
+        ranks = [own, *(member.rank for member in self._presence.members.training())]
+        return {
+            ask.note.subject
+            for ask in asks
+            if ask.note.subject not in self._answered
+            and own in sorted(ranks, key=lambda rank: turn(ask.note.subject.hex(), rank))[:GIVERS]
+        }
+
+    def _write(self, content: Tensor, described: Frame, subjects: Iterable[bytes]) -> None:
+        view, said = content.numpy().data, self._presence.said
+        pieces = [view[piece] for piece in pieces_of([length for _, length in described["tensors"]])]
+        for subject in subjects:
+            names = []
+            for piece in pieces:
+                post = self._notes.post(Kind.PIECE, lambda **who: said(**who, subject=subject), [packed(piece)])  # noqa: B023
+                names.append(post.name)
+            digests = [digest(piece) for piece in pieces]
+            own = self._presence.identity.peer
+            about = {"id": os.urandom(8).hex(), "digests": digests, "names": names, "peer": own}
+            told = json.dumps({**about, **described}).encode()
+            state = self._notes.post(Kind.STATE, lambda **who: said(**who, subject=subject), [told])  # noqa: B023
+            until = time.monotonic() + KEPT_SECONDS
+            if subject == self._last_subject:
+                self._given |= dict.fromkeys(self._last, 0.0)
+                self._last = [*names, state.name]
+            else:
+                self._given |= dict.fromkeys([*names, state.name], until)
+
+    def _answers(self) -> list[tuple[Source, list[str]]]:
+        """What peers say of their states, who are asked; of as many as answer."""
+        subject, said = os.urandom(SUBJECT), self._presence.said
+        ask = self._notes.post(Kind.ASK, lambda **who: said(**who, subject=subject))
+        expected = min(GIVERS, len(self._presence.members.training()))
+        began, first, found = time.monotonic(), None, dict[int, Written]()
+        try:
+            while len(found) < expected and time.monotonic() - began < ANSWER_SECONDS:
+                if first and time.monotonic() - first > GRACE_SECONDS:
+                    break
+                listing = self._presence.look(time.monotonic())
+                found = self._presence.of(listing.written, Kind.STATE, subject)
+                first = first or (time.monotonic() if found else None)
+                if len(found) < expected:
+                    time.sleep(LOOK_SECONDS)
+            return self._described(found.values())
+        finally:
+            self._notes.leave(ask.name)
+
+    def _states(self, subject: bytes) -> list[Written]:
+        """The newest states about something, whoever has written them, whether it is still there or not."""
+        listing = self._notes.last
+        return [one for one in listing.written if one.note.kind == Kind.STATE and one.note.subject == subject]
+
+    def _described(self, written: Iterable[Written]) -> list[tuple[Source, list[str]]]:
+        """Whose states can be taken, the furthest first."""
+        found = []
+        for one in written:
+            try:
+                found.append(self._read_manifest(one))
+            except (FrameError, SealError, FileNotFoundError):
+                self._presence.guard.refuse("bad state")
+        return sorted(found, key=lambda source: -source[0][1].step)
+
+    @reading("a state's description")
+    def _read_manifest(self, one: Written) -> tuple[Source, list[str]]:
+        content = self._notes.store.get(one.name, 0, LONGEST + OVERHEAD)
+        told = parsed(bytes(self._notes.seals.told(one.name, 0, content)[1]))
+        peer = str(entry(told, "peer", str))
+        if peer in self._refused or rank_of(peer) != one.note.rank or not self._notes.checked(peer, one):
+            raise FrameError("its writer is not believed")
+        self._notes.opened(peer, one.name, 0, content)
+        furthest = self._presence.members.median_step_at_most() + AHEAD
+        manifest = manifest_of(told, self.largest, furthest)
+        names = [str(name) for name in entry(told, "names", list)]
+        if len(names) != len(manifest.pieces):
+            raise FrameError("a state has other pieces than it says")
+        return (_who(peer, one), manifest), names
+
+    def _taken(self, described: list[tuple[Source, list[str]]], identical: bool) -> SharedState:
+        """A state that can be believed. Raises PeerLostError."""
+        sources = [source for source, _ in described]
+        names = {source[0].peer: theirs for source, theirs in described}
+        believed, contents = self._believed(sources, names, identical)
+        for source in believed.sources:
+            try:
+                content = contents.get(source[0].peer) or self._content(source, names[source[0].peer])
+            except (FrameError, SealError, FileNotFoundError):
+                self._presence.guard.refuse("bad piece")
+                continue
+            return _state_of(source, content)
+        raise PeerLostError([source[0].rank for source in sources], "no peer has the run's state to give")
+
+    def _believed(
+        self, sources: list[Source], names: dict[str, list[str]], identical: bool
+    ) -> tuple[Believed, dict[str, bytearray]]:
+        """Whose states are believed, and the contents that were read for that."""
+        if len(sources) < GIVERS:
+            return Believed(sources), {}
+        like = largest_group(sources, lambda manifest: manifest.tensors)
+        if identical and (believed := by_majority(like)):
+            return believed, {}
+        contents = {}
+        for source in like:
+            try:
+                contents[source[0].peer] = self._content(source, names[source[0].peer])
+            except (FrameError, SealError, FileNotFoundError):
+                self._presence.guard.refuse("bad piece")
+        there = [source for source in like if source[0].peer in contents]
+        if not there:
+            return Believed([]), contents
+        pieces = there[0][1].pieces
+        signs = signs_for(os.urandom(16).hex(), [piece.stop - piece.start for piece in pieces])
+        sketches = [_sketched(memoryview(contents[member.peer]), manifest, signs) for member, manifest in there]
+        return by_spread(there, sketches, signs), contents
+
+    def _content(self, source: Source, names: list[str]) -> bytearray:
+        """All pieces of a state. Raises FrameError, SealError and FileNotFoundError."""
+        member, manifest = source
+        content = bytearray(manifest.size)
+        for name, place, known in zip(names, manifest.pieces, manifest.digests, strict=True):
+            into = memoryview(content)[place]
+            sealed = self._notes.store.get(name, 0, longest(len(into)) + OVERHEAD)
+            unpack(bytearray(self._notes.opened(member.peer, name, 0, sealed)), into)
+            if digest(into) != known:
+                raise FrameError("a piece of a state is not what it announced")
+        return content
+
+    def _tidy(self, listing: Listing) -> None:
+        """Has states removed that nobody wants any more: its own, and older ones of those who have gone."""
+        now = time.monotonic()
+        over = [name for name, until in self._given.items() if now >= until]
+        for name in over:
+            del self._given[name]
+        self._notes.leave(*over)
+        kept = self._states(self._last_subject)
+        newest = max((one.note.time for one in kept), default=0.0)
+        for one in listing.written:
+            note = one.note
+            if note.kind not in (Kind.STATE, Kind.PIECE) or self._presence.found(note.rank):
+                continue
+            last = note.subject == self._last_subject and newest - note.time <= KEPT_SECONDS
+            old = note.rank != self._presence.identity.rank and time.time() - note.time > KEPT_SECONDS
+            if old and not last:
+                self._notes.leave(one.name)
+
+
+def _who(peer: str, one: Written) -> Member:
+    """The writer of a state, who need not be there any more."""
+    return Member(peer, one.note.rank, f"{one.note.session:08x}", "a peer", ())
+
+
+def _state_of(source: Source, content: bytearray) -> SharedState:
+    member, manifest = source
+    values, tensors, at = torch.frombuffer(content, dtype=torch.float32), {}, 0
+    for name, length in manifest.tensors:
+        tensors[name] = values[at : at + length]
+        at += length
+    return SharedState(tensors, {"step": manifest.step, "history": manifest.history}, (member.rank,))
+
+
+def _sketched(content: memoryview, manifest: Manifest, signs: Signs) -> Tensor:
+    return torch.stack([signs.sketch(content[piece]) for piece in manifest.pieces])
