@@ -397,6 +397,16 @@ def test_what_is_judged_is_computed_as_in_evaluation_and_leaves_nothing() -> Non
     torch.testing.assert_close(packet, piece.layers[:-1](batch_of(judged.microbatch)).detach())
 
 
+def test_a_piece_has_its_own_weights_while_others_are_computed_with() -> None:
+    """Another thread that looked at it then had found that its tensors were not those that the optimizer trains."""
+    piece = pieces(2)[0]
+    own, seen = list(piece.parameters()), []
+    piece.layers[1].register_forward_hook(lambda *_: seen.append(list(map(id, piece.parameters()))))
+    work = StageWork(piece, batch_of, None, None, boundary(), alone=1)
+    work.forward(Forward(Microbatch(0, 0), 0, 0))
+    assert seen == [list(map(id, own))]
+
+
 def test_what_is_taken_back_was_never_learnt() -> None:
     works = [work_of(stage, 3, OPTIMIZERS["sgd"]) for stage in range(3)]
     passed_on(works, Forward(Microbatch(0, 0), 0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import deque
@@ -120,6 +121,8 @@ class StageWork:
         self.take_step: Callable[[], None] = self.step
         self._batch_of, self._before, self._after = batch_of, before, after
         self._parameters = trainable(piece)
+        self._twin = _twin(piece)
+        """Computes with stashed weights: only its own modules have these meanwhile, as other threads see the piece."""
         self.learnt = Learnt.nothing(self._parameters)
         self._stash: Weights = {}
         self._under_way: dict[Forward, _Under] = {}
@@ -277,7 +280,7 @@ class StageWork:
 
     def _compute(self, under: _Under) -> Tensor:
         """See _leaving."""
-        found = functional_call(self.piece, under.weights, (under.entering,), {"batch": under.batch})
+        found = functional_call(self._twin, under.weights, (under.entering,), {"batch": under.batch})
         return self._leaving(found, under.batch)
 
     @torch.no_grad()
@@ -309,6 +312,11 @@ class StageWork:
         along = None if self._after is None else self._after.unpack_gradient(under.gradient)
         found = torch.autograd.grad(under.leaving, wanted, along, allow_unused=True, materialize_grads=True)
         return found[-1], dict(zip(under.weights, found, strict=False))
+
+
+def _twin(piece: Any) -> Any:
+    """Modules of their own, with the same parameters and buffers: it takes no memory."""
+    return copy.deepcopy(piece, {id(one): one for one in (*piece.parameters(), *piece.buffers())})
 
 
 def _begun(batch: Tensor, text: tuple[int, ...]) -> Tensor:
