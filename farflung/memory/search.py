@@ -18,14 +18,14 @@ STATES: tuple[State, ...] = get_args(State)
 MOST = 40_000
 """Layers that a search simulates at most, all simulations together: about two seconds."""
 
-FITS = 4
-"""Most simulations in which a plan's prefetch is made to fit."""
+HALVINGS = 4
+"""How closely the most prefetch that fits is found."""
 
 STARTS = 3
 """How many plans are improved, first by counts and then layer by layer."""
 
 FEW = 8
-"""Up to so many layers, any two of them change together."""
+"""Up to so many layers, any three of them change together."""
 
 Layers = tuple[LayerPlan, ...]
 
@@ -139,14 +139,20 @@ class _Trials:
         always += sum(state_bytes(cost, LayerPlan()) + cost.saved_bytes for cost in (profile.before, profile.head))
         comes = any(layer.mode in ("move", "recompute-moved") or layer.state == "moments-far" for layer in layers)
         prefetch = max(0, self._cap - always) * comes
-        for turn in range(FITS):
-            step = simulate(profile, layers, prefetch_bytes=prefetch, clip=self._clip)
-            self._simulated += len(layers)
-            excess = max(0, step.peak_bytes - self._cap)
-            if not excess or not prefetch:
+        fits = too_much = self._trial(layers, max(0, self._cap - always) * comes)
+        while fits.excess and fits.plan.prefetch_bytes:
+            too_much, fits = fits, self._trial(layers, max(0, fits.plan.prefetch_bytes - fits.excess))
+        for _ in range(HALVINGS):  # more may fit, and where it would be faster it is worth knowing
+            if fits.excess or too_much.plan.seconds >= min(fits.plan.seconds, self._fastest):
                 break
-            prefetch = max(0, prefetch - excess) if turn < FITS - 2 else 0
-        return _Trial(Plan(layers, prefetch, step.peak_bytes, step.seconds), excess)
+            trial = self._trial(layers, (fits.plan.prefetch_bytes + too_much.plan.prefetch_bytes) // 2)
+            fits, too_much = (fits, trial) if trial.excess else (trial, too_much)
+        return fits
+
+    def _trial(self, layers: Layers, prefetch: int) -> _Trial:
+        self._simulated += len(layers)
+        step = simulate(self._profile, layers, prefetch_bytes=prefetch, clip=self._clip)
+        return _Trial(Plan(layers, prefetch, step.peak_bytes, step.seconds), max(0, step.peak_bytes - self._cap))
 
     def by_counts(self, trial: _Trial) -> None:
         """Improves how many layers have each mode and state, many at a time and then one."""
@@ -182,23 +188,24 @@ class _Trials:
                     break
 
     def _neighbours(self, layers: Layers) -> Iterator[Layers]:
-        """Two change places; one changes; where there are few, any two change."""
+        """One changes; two change places; where there are few, up to three of them change."""
         count = len(layers)
+        single = [
+            [replace(layer, mode=mode) for mode in MODES if mode != layer.mode]
+            + [replace(layer, state=state) for state in STATES if self._stateful and state != layer.state]
+            for layer in layers
+        ]
+        for number, others in enumerate(single):
+            for other in others:
+                yield _with(layers, {number: other})
         for one, other in combinations(range(count), 2):
             if layers[one] != layers[other] and (count <= 2 * FEW or other == one + 1):
                 yield _with(layers, {one: layers[other], other: layers[one]})
-        single = {
-            number: [replace(layer, mode=mode) for mode in MODES if mode != layer.mode]
-            + [replace(layer, state=state) for state in STATES if self._stateful and state != layer.state]
-            for number, layer in enumerate(layers)
-        }
-        for number, others in single.items():
-            for other in others:
-                yield _with(layers, {number: other})
         if count <= FEW:
-            for one, two in combinations(range(count), 2):
-                for first, second in product(single[one], single[two]):
-                    yield _with(layers, {one: first, two: second})
+            for changing in (2, 3):
+                for numbers in combinations(range(count), changing):
+                    for others in product(*(single[number] for number in numbers)):
+                        yield _with(layers, dict(zip(numbers, others, strict=True)))
 
 
 def spread(modes: list[int], states: list[int]) -> Layers:
