@@ -30,23 +30,30 @@ FEW = 8
 Layers = tuple[LayerPlan, ...]
 
 
-def search(profile: Profile, cap_bytes: int, *, clip: bool) -> Plan:
+def search(
+    profile: Profile,
+    cap_bytes: int,
+    *,
+    clip: bool,
+    modes: tuple[Mode, ...] = MODES,
+    states: tuple[State, ...] = STATES,
+) -> Plan:
     """The fastest plan found whose peak is at most `cap_bytes`. Raises UserError, with the smallest cap that works.
 
     Layers are more or less alike. So first only how many have each mode and state is searched, kept ones last and the
     others spread evenly. Then single layers change, and change places. Plans are simulated, but for those that cannot
     be faster than the best, whatever the order of things.
     """
-    least = leanest(profile, clip=clip)
+    least = leanest(profile, clip=clip, modes=modes, states=states)
     if least.peak_bytes > cap_bytes:
         raise UserError(
             f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
             f"{gigabytes(least.peak_bytes)} GB, a smaller batch, shorter sequences or more stages"
         )
-    trials = _Trials(profile, cap_bytes, clip)
+    trials = _Trials(profile, cap_bytes, clip, modes, states)
     trials.of((LayerPlan(),) * len(profile.layers))
     trials.of(least.layers)
-    for mode, state in product(MODES, STATES):
+    for mode, state in product(modes, states):
         trials.of((LayerPlan(mode, state),) * len(profile.layers))
     for trial in trials.foremost():
         trials.by_counts(trial)
@@ -55,7 +62,9 @@ def search(profile: Profile, cap_bytes: int, *, clip: bool) -> Plan:
     return trials.foremost()[0].plan
 
 
-def leanest(profile: Profile, *, clip: bool) -> Plan:
+def leanest(
+    profile: Profile, *, clip: bool, modes: tuple[Mode, ...] = MODES, states: tuple[State, ...] = STATES
+) -> Plan:
     """The plan found that needs the least memory: all layers alike, then one after the other changed."""
 
     def plan(layers: Layers) -> Plan:
@@ -65,7 +74,7 @@ def leanest(profile: Profile, *, clip: bool) -> Plan:
     def cost(plan: Plan) -> tuple[float, float]:
         return plan.peak_bytes, plan.seconds
 
-    kinds = [LayerPlan(mode, state) for mode, state in product(MODES, STATES)]
+    kinds = [LayerPlan(mode, state) for mode, state in product(modes, states)]
     best = min((plan((kind,) * len(profile.layers)) for kind in kinds), key=cost)
     for number in reversed(range(len(profile.layers))):
         best = min([best, plan(_with(best.layers, {number: replace(best.layers[number], mode="keep")}))], key=cost)
@@ -94,8 +103,11 @@ class _Trial:
 class _Trials:
     """Plans that were simulated, each with the most prefetch that fits."""
 
-    def __init__(self, profile: Profile, cap: int, clip: bool) -> None:
+    def __init__(
+        self, profile: Profile, cap: int, clip: bool, modes: tuple[Mode, ...], states: tuple[State, ...]
+    ) -> None:
         self._profile, self._cap, self._clip = profile, cap, clip
+        self._modes, self._states = modes, states
         self._known: dict[Layers, _Trial] = {}
         self._simulated = 0
         self._fastest = math.inf
@@ -141,7 +153,8 @@ class _Trials:
         prefetch = max(0, self._cap - always) * comes
         fits = too_much = self._trial(layers, max(0, self._cap - always) * comes)
         while fits.excess and fits.plan.prefetch_bytes:
-            too_much, fits = fits, self._trial(layers, max(0, fits.plan.prefetch_bytes - fits.excess))
+            less = max(fits.excess, fits.plan.prefetch_bytes // 4)
+            too_much, fits = fits, self._trial(layers, max(0, fits.plan.prefetch_bytes - less))
         for _ in range(HALVINGS):  # more may fit, and where it would be faster it is worth knowing
             if fits.excess or too_much.plan.seconds >= min(fits.plan.seconds, self._fastest):
                 break
@@ -150,7 +163,7 @@ class _Trials:
         return fits
 
     def _trial(self, layers: Layers, prefetch: int) -> _Trial:
-        self._simulated += len(layers)
+        self._simulated += len(layers) * (1 + any(layer.state != "near" for layer in layers))
         step = simulate(self._profile, layers, prefetch_bytes=prefetch, clip=self._clip)
         return _Trial(Plan(layers, prefetch, step.peak_bytes, step.seconds), max(0, step.peak_bytes - self._cap))
 
@@ -163,8 +176,9 @@ class _Trials:
             improved = True
             while improved:
                 improved = False
-                for counts in (modes, states)[: 1 + self._stateful]:
-                    for one, other in permutations(range(len(counts)), 2):
+                allowed = [MODES.index(mode) for mode in self._modes], [STATES.index(state) for state in self._states]
+                for counts, kinds in [(modes, allowed[0]), (states, allowed[1])][: 1 + self._stateful]:
+                    for one, other in permutations(kinds, 2):
                         if counts[one] < by:
                             continue
                         counts[one] -= by
@@ -191,8 +205,8 @@ class _Trials:
         """One changes; two change places; where there are few, up to three of them change."""
         count = len(layers)
         single = [
-            [replace(layer, mode=mode) for mode in MODES if mode != layer.mode]
-            + [replace(layer, state=state) for state in STATES if self._stateful and state != layer.state]
+            [replace(layer, mode=mode) for mode in self._modes if mode != layer.mode]
+            + [replace(layer, state=state) for state in self._states if self._stateful and state != layer.state]
             for layer in layers
         ]
         for number, others in enumerate(single):
@@ -212,10 +226,15 @@ def spread(modes: list[int], states: list[int]) -> Layers:
     """So many layers of each: kept ones last, the others evenly; far optimizers last, far weights first."""
     keep, *others = modes
     near, moments, optimizers, weights = states
-    places = sorted(((n + 0.5) / count, mode) for mode, count in zip(MODES[1:], others, strict=True) for n in range(count))
+    places = sorted(
+        ((n + 0.5) / count, mode) for mode, count in zip(MODES[1:], others, strict=True) for n in range(count)
+    )
     along: list[Mode] = [*(mode for _, mode in places), *["keep"] * keep]
     state: list[State] = [
-        *["weights-far"] * weights, *["moments-far"] * moments, *["near"] * near, *["optimizer-far"] * optimizers
+        *["weights-far"] * weights,
+        *["moments-far"] * moments,
+        *["near"] * near,
+        *["optimizer-far"] * optimizers,
     ]
     return tuple(LayerPlan(*each) for each in zip(along, state, strict=True))
 
