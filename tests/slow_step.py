@@ -1,19 +1,19 @@
 """A training step, second by second: what `farflung.memory.step` says of one, and none of its code.
 
-What is near is found anew each second from what has begun and ended. Durations are whole numbers of seconds, at least 1.
+What is near is found anew each second from what has begun and ended. Durations are whole seconds, at least 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from farflung.memory.plan import LayerCost, LayerPlan, Profile
+from farflung.memory.plan import LayerPlan, Profile
 
 Event = tuple[str, int, int]
 """What happens, in which step, to which layer.
 
-F and B compute; WF and WB bring weights for them. O takes saved tensors away and I brings them back. U steps near; MI and
-MO bring its moments and take them back. G takes a gradient away, H steps on the host, WI brings what that has made.
+F and B compute; WF and WB bring weights for them. O takes saved tensors away and I brings them back. U steps near; MI
+and MO bring its moments and take them back. G takes a gradient away, H steps on the host, WI brings what that has made.
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from slow_step import SlowStep
 
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Profile, State
-from farflung.memory.step import simulate
+from farflung.memory.step import Step, simulate
 
 NOTHING = LayerCost(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -50,3 +50,50 @@ def test_a_step_is_what_it_is_second_by_second(states: tuple[State, ...], clip: 
         step = simulate(profile, plan, prefetch_bytes=prefetch, clip=clip)
         expected = SlowStep(profile, plan, prefetch, clip).run()
         assert (step.seconds, step.peak_bytes) == expected, f"case {case}: {profile} {plan} {prefetch}"
+
+
+# Known answers: layers that are alike, each 2 seconds forward and 4 back, 100 bytes saved and 10 of input
+
+LAYER = LayerCost(2, 4, 100, 10, 0, 0, 0, 0, 0)
+COUNT = 5
+
+
+def alike(layer: LayerCost = LAYER, rate: float = 10.0) -> Profile:
+    return Profile((layer,) * COUNT, NOTHING, NOTHING, rate, rate, 0)
+
+
+def step_of(profile: Profile, mode: Mode, state: State = "near", prefetch: int = 10**9, clip: bool = True) -> Step:
+    return simulate(profile, (LayerPlan(mode, state),) * COUNT, prefetch_bytes=prefetch, clip=clip)
+
+
+def test_what_is_kept_takes_its_time_and_memory_and_what_is_computed_again_its_forward_twice() -> None:
+    assert step_of(alike(), "keep") == Step(COUNT * 6, COUNT * 100)
+    assert step_of(alike(), "recompute") == Step(COUNT * 8, COUNT * 10 + 90)
+
+
+def test_what_is_moved_is_bound_by_copies_or_by_computing() -> None:
+    # The first forward pass, all copies out, all copies in, the last backward pass.
+    assert step_of(alike(), "move").seconds == 2 + COUNT * 10 + COUNT * 10 + 4
+    # Without prefetch, a layer's copies and passes follow each other, one layer at a time.
+    assert step_of(alike(), "move", prefetch=100) == Step(COUNT * (2 + 10) + COUNT * (10 + 4), 100)
+    # Fast copies cost nothing but those of the last layer, whose backward pass comes at once.
+    assert step_of(alike(rate=100.0), "move").seconds == COUNT * 6 + 1 + 1
+    # Of inputs alone: the last one out and in, and forward again.
+    assert step_of(alike(), "recompute-moved") == Step(COUNT * 8 + 1 + 1, COUNT * 10 + 90)
+
+
+def test_updates_on_the_host_hide_behind_the_backward_pass_only_without_clipping() -> None:
+    layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
+    assert step_of(alike(layer), "keep").seconds == COUNT * 7
+    # With clipping: the first layer's gradient leaves, all are updated, in part behind the forward pass.
+    assert step_of(alike(layer), "keep", "optimizer-far").seconds == COUNT * 6 + 1 + 3 * COUNT + 1 - 2 * (COUNT - 1)
+    # Without: only the last to come, the first layer's.
+    assert step_of(alike(layer), "keep", "optimizer-far", clip=False).seconds == COUNT * 6 + 1 + 3 + 1
+
+
+def test_the_smallest_layer_first_lets_the_next_forward_pass_begin_before_the_last_update_ends() -> None:
+    layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, far_step_s=3)
+    plan = (LayerPlan("keep", "optimizer-far"),) * COUNT
+    late = simulate(alike(layer), plan, prefetch_bytes=0, clip=True, smallest_first=False)
+    assert late.seconds == COUNT * 6 + 1 + 3 * COUNT + 1
+    assert simulate(alike(layer), plan, prefetch_bytes=0, clip=True).seconds == late.seconds - 2 * (COUNT - 1)

@@ -44,28 +44,29 @@ def search(
     others spread evenly. Then single layers change, and change places. Plans are simulated, but for those that cannot
     be faster than the best, whatever the order of things.
     """
-    least = leanest(profile, clip=clip, modes=modes, states=states)
-    if least.peak_bytes > cap_bytes:
-        raise UserError(
-            f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
-            f"{gigabytes(least.peak_bytes)} GB, a smaller batch, shorter sequences or more stages"
-        )
     trials = _Trials(profile, cap_bytes, clip, modes, states)
     trials.of((LayerPlan(),) * len(profile.layers))
-    trials.of(least.layers)
     for mode, state in product(modes, states):
         trials.of((LayerPlan(mode, state),) * len(profile.layers))
     for trial in trials.foremost():
         trials.by_counts(trial)
     for trial in trials.foremost():
         trials.by_layers(trial)
-    return trials.foremost()[0].plan
+    best = trials.foremost()[0].plan
+    if best.peak_bytes > cap_bytes:
+        best = leanest(profile, clip=clip, modes=modes, states=states)
+    if best.peak_bytes > cap_bytes:
+        raise UserError(
+            f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
+            f"{gigabytes(best.peak_bytes)} GB, a smaller batch, shorter sequences or more stages"
+        )
+    return best
 
 
 def leanest(
     profile: Profile, *, clip: bool, modes: tuple[Mode, ...] = MODES, states: tuple[State, ...] = STATES
 ) -> Plan:
-    """The plan found that needs the least memory: all layers alike, then one after the other changed."""
+    """The plan found that needs the least memory: all layers alike; where there are few, each one changed in turn."""
 
     def plan(layers: Layers) -> Plan:
         step = simulate(profile, layers, prefetch_bytes=0, clip=clip)
@@ -76,8 +77,8 @@ def leanest(
 
     kinds = [LayerPlan(mode, state) for mode, state in product(modes, states)]
     best = min((plan((kind,) * len(profile.layers)) for kind in kinds), key=cost)
-    for number in reversed(range(len(profile.layers))):
-        best = min([best, plan(_with(best.layers, {number: replace(best.layers[number], mode="keep")}))], key=cost)
+    for number in reversed(range(len(profile.layers) if len(profile.layers) <= 2 * FEW else 0)):
+        best = min([best, *(plan(_with(best.layers, {number: kind})) for kind in kinds)], key=cost)
     return best
 
 
@@ -150,7 +151,6 @@ class _Trials:
         always = profile.fixed_bytes + sum(state_bytes(cost, layer) + stays_bytes(cost, layer) for cost, layer in chain)
         always += sum(state_bytes(cost, LayerPlan()) + cost.saved_bytes for cost in (profile.before, profile.head))
         comes = any(layer.mode in ("move", "recompute-moved") or layer.state == "moments-far" for layer in layers)
-        prefetch = max(0, self._cap - always) * comes
         fits = too_much = self._trial(layers, max(0, self._cap - always) * comes)
         while fits.excess and fits.plan.prefetch_bytes:
             less = max(fits.excess, fits.plan.prefetch_bytes // 4)
