@@ -90,7 +90,7 @@ def test_the_search_finds_the_fastest_of_all_modes() -> None:
 @pytest.mark.parametrize("clip", [True, False])
 def test_the_search_finds_the_fastest_of_all_modes_and_states(clip: bool) -> None:
     draw = random.Random(7)
-    for _ in range(5):
+    for _ in range(8):
         profile = chain(draw, 2, 100)
         cap = cap_between(draw, profile)
         kinds = [LayerPlan(mode, state) for mode, state in product(get_args(Mode), get_args(State))]

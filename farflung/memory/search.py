@@ -18,7 +18,7 @@ STATES: tuple[State, ...] = get_args(State)
 MOST = 40_000
 """Layers that a search simulates at most, all simulations together: about two seconds."""
 
-HALVINGS = 4
+HALVINGS = 6
 """How closely the most prefetch that fits is found."""
 
 STARTS = 3
@@ -50,7 +50,7 @@ def search(
         trials.of((LayerPlan(mode, state),) * len(profile.layers))
     for trial in trials.foremost():
         trials.by_counts(trial)
-    for trial in trials.foremost():
+    for trial in trials.unlike():
         trials.by_layers(trial)
     best = trials.foremost()[0].plan
     if best.peak_bytes > cap_bytes:
@@ -118,6 +118,13 @@ class _Trials:
         """The best, those that fit first."""
         return sorted(self._known.values(), key=lambda trial: trial.rank)[:STARTS]
 
+    def unlike(self) -> list[_Trial]:
+        """The best of those that keep as many layers as each other, the best of all first."""
+        best: dict[int, _Trial] = {}
+        for trial in sorted(self._known.values(), key=lambda trial: trial.rank):
+            best.setdefault(sum(layer.mode == "keep" for layer in trial.plan.layers), trial)
+        return list(best.values())[: 2 * STARTS]
+
     def of(self, layers: Layers) -> _Trial | None:
         """None where it cannot be the best, or the time is over."""
         if layers not in self._known:
@@ -153,7 +160,7 @@ class _Trials:
         comes = any(layer.mode in ("move", "recompute-moved") or layer.state == "moments-far" for layer in layers)
         fits = too_much = self._trial(layers, max(0, self._cap - always) * comes)
         while fits.excess and fits.plan.prefetch_bytes:
-            less = max(fits.excess, fits.plan.prefetch_bytes // 4)
+            less = max(fits.excess, fits.plan.prefetch_bytes // 8)
             too_much, fits = fits, self._trial(layers, max(0, fits.plan.prefetch_bytes - less))
         for _ in range(HALVINGS):  # more may fit, and where it would be faster it is worth knowing
             if fits.excess or too_much.plan.seconds >= min(fits.plan.seconds, self._fastest):
