@@ -1,0 +1,252 @@
+"""What becomes of the tensors that a layer's forward pass saves for its backward pass.
+
+A layer keeps them; or computes them again from its input; or moves them out as they are made, and back before they are
+needed; or moves its input out, and computes them again. The bits of losses and gradients are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from farflung.memory.copies import Arrival, Copies
+from farflung.memory.measure import staying, tensors_in
+from farflung.memory.plan import LayerCost, LayerPlan, Mode
+
+SMALLEST = 4096
+"""Bytes below which a storage is not worth a copy."""
+
+
+class Stored:
+    """A storage that is moved out, and back when it is asked for. It gives its room back when nobody needs it more."""
+
+    def __init__(self, copies: Copies, storage: torch.UntypedStorage, call: Call) -> None:
+        self.size, self.call = storage.nbytes(), call
+        self.near: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._device, self._copies = storage.device, copies
+        self._slot = copies.far.take(self.size)
+        self._arrive: Arrival = copies.out(self._slot, self.near)
+
+    def leave(self) -> None:
+        """Frees it near, once it is far."""
+        if self.near is not None:
+            self._arrive()
+            self.near = None
+
+    def come(self) -> None:
+        """Begins to bring it back, unless it is near."""
+        if self.near is None:
+            self.near = torch.empty(self.size, dtype=torch.uint8, device=self._device)
+            self._arrive = self._copies.back(self._slot, self.near)
+
+    def here(self) -> torch.UntypedStorage:
+        """The storage, near again."""
+        self.come()
+        assert self.near is not None
+        self._arrive()
+        return self.near.untyped_storage()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # whoever waits for it has been told
+            self._arrive()
+            self._copies.far.give(self.size, self._slot)
+
+
+class View(NamedTuple):
+    """A saved tensor whose storage is moved."""
+
+    stored: Stored
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward pass through the layers; its calls, of which those whose backward pass has ended are gone."""
+
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Call:
+    """A layer's call in a pass: what it `keeps`, about, and the storages that it moves."""
+
+    number: int
+    within: Pass
+    keeps: int
+    stored: list[weakref.ref[Stored]] = field(default_factory=list)
+
+    def alive(self) -> Iterator[Stored]:
+        """The storages that are still needed."""
+        return (one for ref in self.stored if (one := ref()) is not None)
+
+    def near(self) -> int:
+        """Bytes that it has near."""
+        return self.keeps + sum(one.size for one in self.alive() if one.near is not None)
+
+    def coming(self) -> int:
+        """Bytes that it would take to bring all of it near."""
+        return sum(one.size for one in self.alive() if one.near is None)
+
+
+class Mover:
+    """Moves what layers save, so that all of it that is near never takes more than `limit` bytes; one layer always may.
+
+    `keeps` and `moves` are the bytes that each layer's call keeps near, and moves.
+    """
+
+    def __init__(self, copies: Copies, keeps: Sequence[int], moves: Sequence[int], limit: int) -> None:
+        self._copies, self._keeps, self._moves, self._limit = copies, keeps, moves, limit
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()  # their graphs hold them
+        self._current = Pass()
+        self._leaving: deque[Call] = deque()
+
+    def begin(self, number: int) -> Call:
+        """A layer's forward pass begins: makes room for what it saves."""
+        if self._current.calls and number <= self._current.calls[-1].number:
+            self._current = Pass()
+        self._passes.add(self._current)
+        while self._leaving and not any(self._leaving[0].alive()):
+            self._leaving.popleft()
+        wanted = self._keeps[number] + self._moves[number]
+        while self._leaving and self._near() + wanted > self._limit:
+            for stored in self._leaving.popleft().alive():
+                stored.leave()
+        call = Call(number, self._current, self._keeps[number])
+        self._current.calls.append(call)
+        if self._moves[number]:
+            self._leaving.append(call)
+        return call
+
+    def backward_begins(self, call: Call, _: Any = None) -> None:
+        """A layer's backward pass begins: brings what is needed next, nearest first, as far as it has room."""
+        for stored in call.alive():
+            stored.come()
+        for other in reversed([other for other in call.within.calls if other.number < call.number]):
+            if self._near() + other.coming() > self._limit:
+                return
+            for stored in other.alive():
+                stored.come()
+
+    def backward_ended(self, call: Call, _: Any = None) -> None:
+        """A layer's backward pass has ended: what it kept is free."""
+        call.within.calls[:] = [other for other in call.within.calls if other.number < call.number]
+
+    @contextlib.contextmanager
+    def moving(self, call: Call, layer: nn.Module, shared: Any) -> Iterator[None]:
+        """A context in which saved tensors are moved: not the layer's weights, nor what it shares with others."""
+        seen: dict[int, Stored] = {}
+        with saved_tensors_hooks(partial(self._pack, call, staying(layer, shared), seen), _unpack):
+            yield
+        seen.clear()  # which autograd holds on to
+
+    def _pack(self, call: Call, stays: set[int], seen: dict[int, Stored], tensor: Tensor) -> Tensor | View:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in stays or storage.nbytes() < SMALLEST or tensor.layout is not torch.strided:
+            return tensor
+        if key not in seen:  # which keeps them until the layer's forward pass is over, so that none is moved twice
+            seen[key] = Stored(self._copies, storage, call)
+            call.stored.append(weakref.ref(seen[key]))
+        return View(seen[key], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _near(self) -> int:
+        return sum(call.near() for one in self._passes for call in one.calls)
+
+
+def _unpack(packed: Tensor | View) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    storage = packed.stored.here()
+    empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+    return empty.set_(storage, packed.offset, packed.shape, packed.stride)
+
+
+def _keep(forward: Callable[..., Any], args: Any, given: Any) -> Any:
+    return forward(*args, **given)
+
+
+def _recompute(forward: Callable[..., Any], args: Any, given: Any) -> Any:
+    return checkpoint(partial(forward, **given), *args, use_reentrant=False)
+
+
+FORWARD: dict[Mode, tuple[Callable[..., Any], bool]] = {
+    "keep": (_keep, False),
+    "recompute": (_recompute, False),
+    "move": (_keep, True),
+    "recompute-moved": (_recompute, True),
+}
+"""How a layer's forward pass is called in each mode, and whether what autograd saves then is moved."""
+
+
+def apply(
+    layers: Sequence[nn.Module], plans: Sequence[LayerPlan], costs: Sequence[LayerCost], prefetch: int, copies: Copies
+) -> None:
+    """Gives each layer its mode, in training; `undo` takes them back.
+
+    `prefetch` are the bytes that what is moved may take near beyond what kept layers keep.
+    """
+    undo(layers)
+    keeps = [kept_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
+    moves = [moved_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
+    mover = Mover(copies, keeps, moves, sum(keeps) + prefetch)
+    for number, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        layer.forward = partial(_forward, layer, layer.forward, number, plan.mode, mover)
+
+
+def undo(layers: Sequence[nn.Module]) -> None:
+    """Lets layers compute as their classes say."""
+    for layer in layers:
+        vars(layer).pop("forward", None)
+
+
+def kept_bytes(mode: Mode, cost: LayerCost) -> int:
+    """What a layer keeps near of what it saves."""
+    return {"keep": cost.saved_bytes, "recompute": cost.input_bytes}.get(mode, 0)
+
+
+def moved_bytes(mode: Mode, cost: LayerCost) -> int:
+    """What a layer moves of what it saves."""
+    return {"move": cost.saved_bytes, "recompute-moved": cost.input_bytes}.get(mode, 0)
+
+
+def _forward(
+    layer: nn.Module, forward: Callable[..., Any], number: int, mode: Mode, mover: Mover, *args: Any, **given: Any
+) -> Any:
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **given)
+    call = mover.begin(number)
+    compute, moves = FORWARD[mode]
+    hooks = mover.moving(call, layer, (args[1:], given)) if moves else contextlib.nullcontext()
+    with _casting_anew(), hooks:
+        output = compute(forward, args, given)
+    leaving = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+    if leaving is not None:
+        leaving.register_hook(partial(mover.backward_begins, call))
+    for entering in tensors_in(args[:1]):
+        if entering.requires_grad:
+            entering.register_hook(partial(mover.backward_ended, call))
+    return output
+
+
+@contextlib.contextmanager
+def _casting_anew() -> Iterator[None]:
+    """A context in which autocast keeps no weights that it has cast, which would stay until the loss is computed."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,282 @@
+"""What a step takes, part by part, measured in a few seconds and in little memory: one layer of each kind at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from farflung.hooks.shards import own_of
+from farflung.memory.copies import Copies
+from farflung.memory.measure import Held, Saved, bytes_of, in_use, staying, tensors_in
+from farflung.memory.plan import LayerCost, Profile
+
+TIMES = 2
+"""How often each thing is timed; the fastest counts."""
+COPIED = 1 << 25
+"""Bytes that are copied, each way, to find how fast that is."""
+
+Make = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
+"""Makes an inner optimizer of named parameters."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured: a model's `layers` in their order, what computes the loss of a batch, and its optimizer."""
+
+    whole: nn.Module
+    layers: Sequence[nn.Module]
+    loss: Callable[[], Tensor]
+    make: Make
+    device: torch.device
+
+    def named(self, layer: nn.Module) -> dict[str, nn.Parameter]:
+        """A layer's trained parameters, by their names in the model."""
+        own = {id(parameter) for parameter in layer.parameters()}
+        return {name: p for name, p in self.whole.named_parameters() if id(p) in own and p.requires_grad}
+
+
+@dataclass
+class Seen:
+    """A layer's call as the model makes it."""
+
+    args: tuple[Any, ...]
+    given: dict[str, Any]
+    output: Any
+    autocast: dict[str, Any]
+
+
+def profiled(model: Model, copies: Copies) -> Profile:
+    """What a model's step takes. Computes on random gradients; leaves weights, gradients and random numbers as is."""
+    before = in_use(model.device)
+    with torch.random.fork_rng(), _without_gradients(model.whole):
+        seen = _calls(model)
+        kinds = {key: number for number, key in reversed([*enumerate(map(_kind, model.layers, seen))])}
+        measured = {key: _layer(model, model.layers[number], seen[number]) for key, number in kinds.items()}
+        working = max(one.working for one in measured.values())
+        first, last = _ends(model, seen, working)
+    costs = tuple(measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True))
+    out_s, in_s = _speeds(copies, model.device)
+    own = [own_of(parameter) for parameter in model.whole.parameters()]
+    fixed = max(before - bytes_of(p for p in own if p.device == model.device), 0) + working
+    return Profile(costs, first, last, out_s, in_s, fixed)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layer's cost, and what it holds at most besides what it saves."""
+
+    cost: LayerCost
+    working: int
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """A context that leaves no gradients."""
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _calls(model: Model) -> list[Seen]:
+    """How each layer is called; of the tensors, those of equal shapes are shared, as none of their values counts."""
+    found: dict[int, Seen] = {}
+    alike: dict[Any, Tensor] = {}
+
+    def note(number: int, _: nn.Module, args: Any, given: Any, output: Any) -> None:
+        kind = model.device.type
+        dtype = torch.get_autocast_dtype(kind)
+        autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": dtype, "cache_enabled": False}
+        entering, *rest = args
+        shape = (entering.shape, entering.dtype)
+        found[number] = Seen((alike.setdefault(shape, entering.detach()), *rest), given, output, autocast)
+        found[number].output = _emptied(output)
+
+    handles = [
+        layer.register_forward_hook(partial(note, number), with_kwargs=True)
+        for number, layer in enumerate(model.layers)
+    ]
+    try:
+        with torch.no_grad():
+            model.loss()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [found[number] for number in range(len(model.layers))]
+
+
+def _emptied(output: Any) -> Any:
+    """What a layer returns, with None in the place of its hidden states."""
+    return (None, *output[1:]) if isinstance(output, tuple) else None
+
+
+def _kind(layer: nn.Module, seen: Seen) -> Any:
+    """What tells layers apart that take unlike time or memory."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    given = tuple((name, getattr(value, "shape", None)) for name, value in seen.given.items())
+    return type(layer), getattr(layer, "attention_type", None), shapes, seen.args[0].shape, given
+
+
+def _layer(model: Model, layer: nn.Module, seen: Seen) -> Measured:
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    entering = seen.args[0].detach().requires_grad_()
+
+    def forward() -> Tensor:
+        with torch.autocast(model.device.type, **seen.autocast):
+            output = layer(entering, *seen.args[1:], **seen.given)
+        return tensors_in(output)[0]
+
+    def backward(leaving: Tensor) -> None:
+        torch.autograd.grad(leaving, [entering, *trained], torch.ones_like(leaving), allow_unused=True)
+
+    saved = Saved(staying(layer, (seen.args[1:], seen.given)))
+    with saved, Held() as held:
+        backward(forward())
+    forward_s, backward_s = _timed(forward, backward, model.device)
+    state = _state(model, model.named(layer))
+    weights = bytes_of(own_of(p) for p in layer.parameters())
+    cost = LayerCost(forward_s, backward_s, saved.bytes, entering.untyped_storage().nbytes(), weights, **state)
+    return Measured(cost, max(held.most - saved.bytes, 0))
+
+
+def _timed(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
+) -> tuple[float, float]:
+    """The least seconds of each."""
+    times = []
+    for _ in range(TIMES):
+        began = _now(device)
+        leaving = forward()
+        middle = _now(device)
+        backward(leaving)
+        times.append((middle - began, _now(device) - middle))
+    forward_s, backward_s = (min(each) for each in zip(*times, strict=True))
+    return forward_s, backward_s
+
+
+def _state(model: Model, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """What the optimizer's step of some parameters takes near and far, and the bytes of its moments and gradients."""
+    seconds, moments = {}, 0
+    for device in dict.fromkeys((model.device, torch.device("cpu"))):
+        copies = [(name, nn.Parameter(own_of(p).detach().to(device, copy=True))) for name, p in named.items()]
+        optimizer, times = model.make(copies) if copies else None, [0.0]
+        for _, parameter in copies:
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(1 + TIMES if optimizer else 0):
+            assert optimizer is not None
+            began = _now(device)
+            optimizer.step()
+            times.append(_now(device) - began)
+        seconds[device.type] = min(times[2:], default=0.0)
+        if optimizer and device == model.device:
+            moments = bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
+    near_s, far_s = seconds[model.device.type], seconds["cpu"]
+    gradients = bytes_of(own_of(parameter) for parameter in named.values())
+    return {"gradient_bytes": gradients, "moment_bytes": moments, "near_step_s": near_s, "far_step_s": far_s}
+
+
+@dataclass
+class Marks:
+    """When the loss is computed without its layers: seconds, and bytes saved so far, at each of some moments."""
+
+    device: torch.device
+    saved: Saved
+    at: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def note(self, moment: str, *_: Any) -> None:
+        """Notes it, the first time."""
+        self.at.setdefault(moment, (_now(self.device), self.saved.bytes))
+
+    def between(self, begin: str, end: str) -> tuple[float, int]:
+        """Seconds, and bytes, from one moment to another."""
+        (before_s, before), (after_s, after) = self.at[begin], self.at[end]
+        return max(after_s - before_s, 0.0), after - before
+
+
+def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, LayerCost]:
+    """What lies before the layers, and after them: measured as if there were no layers between."""
+    layered = {id(parameter) for layer in model.layers for parameter in layer.parameters()}
+    others = {name: p for name, p in model.whole.named_parameters() if id(p) not in layered}
+    _marked(model, seen, Held())  # once to warm up, which tells of the most that is held
+    with Held() as held:
+        _marked(model, seen, held)
+    marks = _marked(model, seen, None)
+    forward, backward = marks.between("begin", "first"), marks.between("entered", "end")
+    state = _state(model, {name: p for name, p in others.items() if p.requires_grad})
+    weights = bytes_of(own_of(p) for p in others.values())
+    before = LayerCost(forward[0], backward[0], forward[1], 0, weights, **state)
+    head_forward, head_backward = marks.between("last", "loss"), marks.between("loss", "left")
+    # At its peak it holds gradients of its own beside what it saves.
+    saved = max(head_forward[1], held.most - forward[1] - working - state["gradient_bytes"])
+    none = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)
+    return before, replace(none, forward_s=head_forward[0], backward_s=head_backward[0], saved_bytes=saved)
+
+
+def _marked(model: Model, seen: Sequence[Seen], held: Held | None) -> Marks:
+    """A forward and backward pass in which layers pass on what enters them."""
+    saved = Saved(staying(model.whole, ()))
+    marks, last = Marks(model.device, saved), len(model.layers) - 1
+
+    def passing(number: int, entering: Tensor, *_: Any, **__: Any) -> Any:
+        if number == 0:
+            marks.note("first")
+            if not entering.requires_grad:
+                entering = entering.detach().requires_grad_()
+            entering.register_hook(partial(marks.note, "entered"))
+        if number == last:
+            marks.note("last")
+            entering = entering * 1.0  # so that its gradient is told apart
+            entering.register_hook(partial(marks.note, "left"))
+        output = seen[number].output
+        return (entering, *output[1:]) if isinstance(output, tuple) else entering
+
+    forwards = [vars(layer).get("forward") for layer in model.layers]
+    for number, layer in enumerate(model.layers):
+        layer.forward = partial(passing, number)
+    try:
+        with saved:
+            marks.note("begin")
+            loss = model.loss()
+            marks.note("loss")
+        loss.backward()
+        marks.note("entered")  # where nothing before the layers is trained
+        marks.note("end")
+    finally:
+        for layer, forward in zip(model.layers, forwards, strict=True):
+            vars(layer).pop("forward")
+            if forward is not None:
+                layer.forward = forward
+    return marks
+
+
+def _speeds(copies: Copies, device: torch.device) -> tuple[float, float]:
+    """Bytes a second out and back, both ways at once."""
+    near = [torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+    slots = [copies.far.take(COPIED) for _ in range(2)]
+    copies.out(slots[1], near[1])()
+    fastest = [float("inf")] * 2
+    for _ in range(TIMES):
+        began = _now(device)
+        arrivals = [copies.out(slots[0], near[0]), copies.back(slots[1], near[1])]
+        for way, arrival in enumerate(arrivals):
+            arrival()
+            fastest[way] = min(fastest[way], _now(device) - began)
+    for slot in slots:
+        copies.far.give(COPIED, slot)
+    return COPIED / fastest[0], COPIED / fastest[1]
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once a device has computed all that it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

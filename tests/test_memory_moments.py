@@ -1,0 +1,66 @@
+"""Moments that are far step as those that are near."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_memory_modes import CPU, layers_of, model_of
+from torch import Tensor
+
+from farflung import inner
+from farflung.memory.copies import Threads
+from farflung.memory.far import HostMemory, tensor_in
+from farflung.memory.moments import FarMoments
+from farflung.workloads import models
+
+
+def made(kind: str, far: Path | None, limit: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model, and its optimizer, with the moments of some layers in files of a folder."""
+    model = model_of("llama")
+    make = partial(inner.INNER[kind].make, lr=0.01, weight_decay=0.1)
+    optimizer = make(list(model.named_parameters()))
+    if far is not None:
+        ids = [{id(parameter) for parameter in layer.parameters()} for layer in layers_of(model)[1:4]]
+        named = [{name: p for name, p in model.named_parameters() if id(p) in own} for own in ids]
+        copies = Threads(HostMemory(), CPU)
+        FarMoments(optimizer, make, named, partial(tensor_in, far), copies, limit)
+    return model, optimizer
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
+    for number in numbers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (number + 1)
+        tokens = torch.randint(2, 256, (2, 16), generator=torch.Generator().manual_seed(number))
+        models.sequence_loss(model, tokens, tokens, None).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+@pytest.mark.parametrize("kind", ["adamw", "sign"])
+def test_far_moments_step_bit_for_bit(kind: str, limit: int, tmp_path: Path) -> None:
+    near, far = made(kind, None, 0), made(kind, tmp_path, limit)
+    assert all(map(torch.equal, steps(*near, range(3)), steps(*far, range(3))))
+
+
+def test_far_moments_of_muon_step_alike(tmp_path: Path) -> None:
+    near, far = made("muon", None, 0), made("muon", tmp_path, 0)
+    for one, other in zip(steps(*near, range(3)), steps(*far, range(3)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_goes_on_with_far_moments_or_near_ones(tmp_path: Path) -> None:
+    """Either's state, in either's place, gives the bits of a run that was not interrupted."""
+    whole = made("adamw", None, 0)
+    wanted = steps(*whole, range(5))
+    for before, after in ((None, tmp_path), (tmp_path, None), (tmp_path, tmp_path)):
+        first, second = made("adamw", before, 0), made("adamw", after, 0)
+        steps(*first, range(3))
+        second[0].load_state_dict(first[0].state_dict())
+        second[1].load_state_dict(first[1].state_dict())
+        assert all(map(torch.equal, steps(*second, range(3, 5)), wanted))
