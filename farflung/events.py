@@ -231,6 +231,23 @@ class JoinedEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryEvent(Event):
+    """A process has planned how to fit its steps into its memory; or it has measured some of them."""
+
+    kind = "memory"
+    plan: str
+    """What becomes of its layers, in words."""
+    cap: int
+    """Bytes that it may take."""
+    predicted_bytes: int
+    predicted_seconds: float
+    """The most that it takes at a time, and how long a step takes, as predicted."""
+    measured_bytes: int | None = None
+    measured_seconds: float | None = None
+    """Those measured; None before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarningEvent(Event):
     """What the user should know."""
 
@@ -252,7 +269,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(StartEvent, StepEvent, LearntEvent, RoundEvent, EvaluationEvent, TextEvent),
-        *(CheckpointEvent, JoinedEvent, WarningEvent, EndEvent),
+        *(CheckpointEvent, JoinedEvent, MemoryEvent, WarningEvent, EndEvent),
     )
 }
 

@@ -119,6 +119,11 @@ def tensor_in(folder: Path, like: Tensor) -> Tensor:
         return torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
 
+def pinned_like(like: Tensor) -> Tensor:
+    """A tensor in the host's memory, from and to which a GPU copies by itself."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
 def check_room(folder: Path, size: int) -> None:
     """Refuses a folder whose disk has less room than so many bytes. Raises UserError."""
     with disk_errors(f"write to {folder}", REMEDY):

@@ -53,8 +53,11 @@ class Seen:
     autocast: dict[str, Any]
 
 
-def profiled(model: Model, copies: Copies) -> Profile:
-    """What a model's step takes. Computes on random gradients; leaves weights, gradients and random numbers as is."""
+def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
+    """What a model's step takes: one of its forward and backward passes, and that part of the optimizer's step.
+
+    Computes on gradients of its own, and leaves weights, gradients and random numbers as they are.
+    """
     before = in_use(model.device)
     with torch.random.fork_rng(), _without_gradients(model.whole):
         seen = _calls(model)
@@ -62,11 +65,15 @@ def profiled(model: Model, copies: Copies) -> Profile:
         measured = {key: _layer(model, model.layers[number], seen[number]) for key, number in kinds.items()}
         working = max(one.working for one in measured.values())
         first, last = _ends(model, seen, working)
-    costs = tuple(measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True))
+    costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
+    first, *layers = (
+        replace(cost, near_step_s=cost.near_step_s / passes, far_step_s=cost.far_step_s / passes)
+        for cost in (first, *costs)
+    )
     out_s, in_s = _speeds(copies, model.device)
     own = [own_of(parameter) for parameter in model.whole.parameters()]
     fixed = max(before - bytes_of(p for p in own if p.device == model.device), 0) + working
-    return Profile(costs, first, last, out_s, in_s, fixed)
+    return Profile(tuple(layers), first, last, out_s, in_s, fixed)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class IslandSettings(Checked):
     """Simulated network: replicas compute their gradients together, as one batch of models; the same to rounding."""
     recompute: bool = False
     """Keep no layer's inner activations; compute them again in the backward pass."""
+    memory: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """Memory that each process is to fit into: 16GB, 40% (of the device's) or auto (docs: Memory)."""
+    far_folder: str = setting("", may_differ=AFTER_RESUME | BETWEEN_MACHINES | BETWEEN_PEERS)
+    """With --memory: a folder on a fast disk for what has no room near; unset: a GPU's goes to the host's memory."""
     stages: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)
     """Processes that the layers of one replica are divided among: a pipeline."""
     shard: int = setting(1, least=1, may_differ=AFTER_RESUME | BETWEEN_PEERS)

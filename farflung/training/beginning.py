@@ -144,7 +144,7 @@ def clear(folder: Path) -> None:
         refuse_while_trained(folder)
         for name in ("summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
-        others = ("checkpoints", "profile", "trackers", "tensorboard")
+        others = ("checkpoints", "memory", "profile", "trackers", "tensorboard")
         # What is left of a run is known by its events.
         for path in (*(folder / name for name in others), *folder.glob("replica-*"), folder / "events"):
             while path.exists():

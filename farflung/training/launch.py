@@ -40,7 +40,7 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.forks import import_ahead, none_left, run_module, starting
 from farflung.training.kept import Coordination, Kept
-from farflung.training.limits import check_clock, check_observer
+from farflung.training.limits import check_clock, check_memory, check_observer
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
 from farflung.training.trainer import Trainer
@@ -85,6 +85,7 @@ def check_settings(settings: Settings) -> None:
     workload = settings.made_workload()
     workload.check()
     _check_island(settings)
+    check_memory(settings)
     check(settings.island, workload, settings.run.seed)
     if pick_device(settings.run.device, 0).type == "cpu" and settings.island.compile:
         check_compiler()

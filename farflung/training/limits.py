@@ -1,8 +1,9 @@
-"""What rounds by the clock, and observers, cannot go together with."""
+"""What rounds by the clock, observers, and plans of memory cannot go together with."""
 
 from __future__ import annotations
 
 from farflung.errors import UserError
+from farflung.memory.room import check_words
 from farflung.settings import Settings
 
 
@@ -50,3 +51,24 @@ def check_folder(settings: Settings) -> None:
         raise UserError("stages of a swarm call each other, and peers in a folder do not; leave out --at or --swarm")
     if island.divided and not island.gateway:
         raise UserError("in a folder an island's first process speaks for the others; add --gateway")
+
+
+def check_memory(settings: Settings) -> None:
+    """Refuses plans of memory for what none is made for yet. Raises UserError."""
+    island = settings.island
+    check_words(island.memory)
+    if not island.memory:
+        if island.far_folder:
+            raise UserError("far_folder is where a plan of memory moves things; add --memory auto, or leave it out")
+        return
+    if settings.network.kind.simulate:
+        raise UserError("memory is of real processes, and simulated replicas share one; leave out --memory")
+    unfit = {
+        "stages, shards and islands": island.divided,
+        "swarm": island.swarm,
+        "offload": island.offload,
+        "recompute": island.recompute,
+        "compile": island.compile,
+    }
+    if what := next((name for name, chosen in unfit.items() if chosen), None):
+        raise UserError(f"memory is {island.memory!r}, which {what} cannot be planned with; leave out one of them")

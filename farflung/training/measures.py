@@ -9,6 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,15 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Has `peak_memory` tell from now on; where the system lets nobody ask for it, since the process began."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 class Rate:

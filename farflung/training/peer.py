@@ -47,7 +47,7 @@ TICKET_SECONDS = 10.0
 
 LAST_PORT = 65535
 
-OF_A_MACHINE = ("compile", "device_tflops", "profile", "profile_replicas")
+OF_A_MACHINE = ("compile", "memory", "far_folder", "device_tflops", "profile", "profile_replicas")
 """Settings of how a peer's own machine computes, which a ticket does not tell others."""
 OF_A_PEER = ("out", "observe", "track", "track_replicas", "max_hours", *OF_A_MACHINE)
 """Those, and what else is each peer's own."""

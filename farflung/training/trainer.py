@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from farflung.training import checkpoint
 from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.events import EventLog, scores
+from farflung.training.fitting import fitting
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.profiling import Profile
@@ -78,7 +80,8 @@ class Trainer:
         self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
         self.lr = settings.inner.lr or self.method.inner.lr
         named = trainable(self.model).items()
-        self.optimizer = self.method.inner.make(named, lr=self.lr, weight_decay=settings.inner.weight_decay)
+        make = partial(self.method.inner.make, lr=self.lr, weight_decay=settings.inner.weight_decay)
+        self.optimizer = make(named)
         self.island.steps_with(self.optimizer)
         place = mesh.first + self.process  # dropout differs between processes
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
@@ -94,6 +97,8 @@ class Trainer:
             network.timed.resume(self._saved["clock"])
         events = self._event_log(network, resume_step)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress)
+        plan = folder / "memory" / f"{self.file_stem}.json"
+        self._compute = fitting(self.island, self.optimizer, make, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
         self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background=not network.timed)
         first = coordinates.replica == 0 or network.elastic is not None
@@ -260,7 +265,7 @@ class Trainer:
         """See Island.gradients; without data, the run stops at a step that all replicas agree on."""
         if not self._lost:
             try:
-                return self.island.gradients(self.progress.trained)
+                return self._compute(self.progress.trained)
             except LostDataError as error:
                 self._lost = error
                 self.stop.request()

@@ -1,0 +1,156 @@
+"""A model that is fitted into its memory: a plan, what it was made from, and how it is carried out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from farflung.errors import UserError
+from farflung.files import write_text
+from farflung.memory import modes
+from farflung.memory.copies import copies_of
+from farflung.memory.far import FileOf, HostMemory, check_room, pinned_like, tensor_in
+from farflung.memory.measure import bytes_of, tensors_in
+from farflung.memory.moments import FarMoments
+from farflung.memory.plan import LayerPlan, Mode, Plan, Profile, State, from_json, to_json
+from farflung.memory.profile import Model, profiled
+from farflung.memory.search import search
+
+LESS = 0.9
+"""What a plan may take of the memory in which another one has found no room."""
+
+WORDS: dict[str, str] = {
+    "keep": "keep what they save",
+    "recompute": "compute it again",
+    "move": "move it out and back",
+    "recompute-moved": "move their input and compute again",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run folder keeps of a plan.
+
+    Args:
+        memory: what the user said.
+        cap_bytes: what that is.
+        passes: forward and backward passes in a step; the plan's seconds are of one.
+        far: the folder in which what is far lies; "" for the host's memory.
+    """
+
+    memory: str
+    cap_bytes: int
+    passes: int
+    far: str
+    plan: Plan
+    profile: Profile
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of a step."""
+        return self.passes * self.plan.seconds
+
+    def write(self, path: Path, measured: dict[str, float]) -> None:
+        """Keeps it, beside what was measured."""
+        values = vars(self) | {name: json.loads(to_json(vars(self)[name])) for name in ("plan", "profile")}
+        write_text(path, json.dumps(values | {"measured": measured}, indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """What was kept, if anything. Raises UserError for a file that holds something else."""
+        if not path.exists():
+            return None
+        try:
+            table: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            table.pop("measured", None)
+            plan = from_json(Plan, json.dumps(table.pop("plan")), f"{path}, plan")
+            return cls(plan=plan, profile=from_json(Profile, json.dumps(table.pop("profile")), str(path)), **table)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} holds no plan of memory: {error}; remove it, and a new one is made") from error
+
+
+def described(plan: Plan) -> str:
+    """A plan in words."""
+    counts = Counter(layer.mode for layer in plan.layers)
+    told = [f"{counts[mode]} {words}" for mode, words in WORDS.items() if counts[mode]]  # type: ignore[index]
+    far = sum(layer.state == "moments-far" for layer in plan.layers)
+    moments = f"; the moments of {far} are far" if far else ""
+    return f"of {len(plan.layers)} layers, {', '.join(told)}{moments}"
+
+
+class Fitted:
+    """Carries out plans of one model and its optimizer."""
+
+    def __init__(self, model: Model, optimizer: Optimizer, folder: str) -> None:
+        self._model, self._optimizer, self._folder = model, optimizer, folder
+        device = model.device
+        self._copies = copies_of(device, FileOf(Path(folder)) if folder else HostMemory(device.type == "cuda"))
+        self._moments: FarMoments | None = None
+
+    @property
+    def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
+        """What this machine can do: with one memory and no folder, nothing is farther than another thing."""
+        if self._model.device.type == "cpu" and not self._folder:
+            return ("keep", "recompute"), ("near",)
+        return ("keep", "recompute", "move", "recompute-moved"), ("near", "moments-far")
+
+    def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
+        """Measures the model, and plans a step. Raises UserError where the memory is too little."""
+        profile = profiled(self._model, self._copies, passes)
+        states = [
+            value for value in tensors_in([*self._optimizer.state.values()]) if value.device == self._model.device
+        ]
+        profile = replace(
+            profile, fixed_bytes=max(profile.fixed_bytes - bytes_of(states), 0)
+        )  # layers' costs have them
+        allowed, places = self._choices
+        plan = search(profile, cap, clip=clip, modes=allowed, states=places)
+        return Record(memory, cap, passes, self._folder, plan, profile)
+
+    def smaller(self, record: Record, clip: bool) -> Record:
+        """Another plan, with less memory than one for which there was no room. Raises UserError."""
+        cap = int(LESS * min(record.cap_bytes, record.plan.peak_bytes))
+        allowed, states = self._choices
+        plan = search(record.profile, cap, clip=clip, modes=allowed, states=states)
+        return replace(record, cap_bytes=cap, plan=plan)
+
+    def carry_out(self, record: Record) -> None:
+        """Has the model compute as a plan says. Raises UserError where the far folder has no room for it."""
+        plan, costs, layers = record.plan, record.profile.layers, self._model.layers
+        if len(plan.layers) != len(layers):
+            raise UserError(f"the plan is of {len(plan.layers)} layers, and the model has {len(layers)}; plan anew")
+        far = [cost for layer, cost in zip(plan.layers, costs, strict=True) if layer.state == "moments-far"]
+        moved = (modes.moved_bytes(layer.mode, cost) for layer, cost in zip(plan.layers, costs, strict=True))
+        if self._folder:
+            check_room(Path(self._folder), sum(moved) + sum(cost.moment_bytes for cost in far))
+        modes.apply(layers, plan.layers, costs, plan.prefetch_bytes, self._copies)
+        self._keep_moments_far(plan.layers, plan.prefetch_bytes)
+
+    def _keep_moments_far(self, plans: Sequence[LayerPlan], limit: int) -> None:
+        if self._moments:
+            self._moments.undo()
+            self._moments = None
+        model = self._model
+        far = [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state == "moments-far"]
+        if not far:
+            return
+        home = partial(tensor_in, Path(self._folder)) if self._folder else pinned_like
+        copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
+        named = [model.named(layer) for layer in far]
+        self._moments = FarMoments(self._optimizer, model.make, named, home, copies, limit)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on whatever device."""
+    told = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in told or "not enough memory" in told)
+    )

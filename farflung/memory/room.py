@@ -1,0 +1,86 @@
+"""How much memory a process may take: what the user says, or what its device has."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from farflung.errors import UserError
+from farflung.memory.measure import in_use
+
+MARGIN = 0.1
+"""The part of a device's free memory that `auto` leaves alone."""
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNLIMITED = 1 << 60
+
+
+def check_words(memory: str) -> None:
+    """Raises UserError for what says no amount of memory."""
+    if memory not in ("", "auto") and not _amount(memory):
+        raise UserError(
+            f"memory is {memory!r}; give an amount such as 16GB, a share of the device's such as 40%, or auto"
+        )
+
+
+def cap_of(memory: str, device: torch.device, processes: int) -> int:
+    """The bytes that a process may take, of so many on this machine. Raises UserError for what says no amount."""
+    check_words(memory)
+    if memory == "auto":
+        return in_use(device) + int((1 - MARGIN) * room(device) / (1 if device.type == "cuda" else processes))
+    number, unit = _amount(memory) or (0.0, "KB")
+    return int(number / 100 * total(device)) if unit == "%" else int(number * UNITS[unit])
+
+
+def _amount(memory: str) -> tuple[float, str] | None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?(%|[KMGT]B)", memory.strip().replace("iB", "B"), re.IGNORECASE)
+    if not found or not float(found[1]):
+        return None
+    return float(found[1]), found[2].upper()
+
+
+def total(device: torch.device) -> int:
+    """All of a device's memory, in bytes; of the machine's, what processes may have."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, *(limit for limit, _ in _limits()))
+
+
+def room(device: torch.device) -> int:
+    """Bytes that this process can still take."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    return max(0, min(_free(), *(limit - taken for limit, taken in _limits())))
+
+
+def _free() -> int:
+    """What the machine has left, with what it would give up of files."""
+    try:
+        table = dict(line.split(":") for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+        return int(table["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits of this process, and what it has taken of each."""
+    try:
+        sizes = [int(word) * resource.getpagesize() for word in Path("/proc/self/statm").read_text("ascii").split()]
+        taken = {resource.RLIMIT_AS: sizes[0], resource.RLIMIT_DATA: sizes[5]}
+    except OSError:
+        taken = {}
+    for kind, size in taken.items():
+        most, _ = resource.getrlimit(kind)
+        yield (UNLIMITED if most == resource.RLIM_INFINITY else most), size
+    group = Path("/sys/fs/cgroup")
+    try:
+        most_text, now = ((group / name).read_text("ascii").strip() for name in ("memory.max", "memory.current"))
+        yield (UNLIMITED if most_text == "max" else int(most_text)), int(now)
+    except (OSError, ValueError):
+        yield UNLIMITED, 0

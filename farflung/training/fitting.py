@@ -1,0 +1,166 @@
+"""Fitting a replica's steps into the memory that it is given: planned at its first step, measured, planned anew."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from farflung.errors import UserError
+from farflung.events import MemoryEvent
+from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
+from farflung.memory.profile import Make, Model
+from farflung.memory.room import cap_of
+from farflung.pipeline.island import Island, WholeIsland
+from farflung.training.measures import peak_memory, reset_peak_memory
+from farflung.training.run_log import RunLog
+
+UNMEASURED, MEASURED = 2, 8
+"""Steps after a plan that do not count, as they warm up; and those that do, before it is told of them."""
+BEYOND = 0.1
+"""The part by which what was predicted may differ from what is measured before a warning."""
+
+Gradients = Callable[[int], tuple[float, str]]
+
+
+def fitting(island: Island, optimizer: Optimizer, make: Make, path: Path, log: RunLog) -> Gradients:
+    """What computes a step's gradients: the island, in the memory that its settings give it. Keeps its plan in `path`.
+
+    See Island.gradients. Raises UserError at the first step, where the memory is too little.
+    """
+    if not island.settings.memory:
+        return island.gradients
+    assert isinstance(island, WholeIsland)  # see limits.check_memory
+    return _Fitting(island, optimizer, make, path, log).gradients
+
+
+class _Fitting:
+    """Has an island compute its gradients as a plan says."""
+
+    def __init__(self, island: WholeIsland, optimizer: Optimizer, make: Make, path: Path, log: RunLog) -> None:
+        self._island, self._optimizer, self._make, self._path, self._log = island, optimizer, make, path, log
+        self._fitted: Fitted | None = None
+        self._record: Record | None = None
+        self._anew = True
+        """Whether another plan may be made where this one finds no room."""
+        self._began: list[float] = []
+
+    def gradients(self, step: int) -> tuple[float, str]:
+        """See Island.gradients."""
+        if self._fitted is None:
+            self._begin(step)
+        self._measure()
+        random = _random(self._island.device)
+        try:
+            return self._island.gradients(step)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            told = str(error).partition("\n")[0]
+        self._plan_anew(told)  # out of the handler, since the error holds what the step has made
+        _restore(self._island.device, random)
+        return self.gradients(step)
+
+    def _begin(self, step: int) -> None:
+        """Takes the plan that is kept, or makes one."""
+        island = self._island
+        settings = island.settings
+        layers = getattr(island.workload, "layers", None)
+        if layers is None:
+            what = type(island.workload).__name__
+            raise UserError(f"memory is {settings.memory!r}, but {what} does not tell a model's layers; leave it out")
+        batch, _ = island.parts(step)[0]
+
+        def loss() -> Tensor:
+            return island.loss(batch)
+
+        model = Model(island.model, list(layers(island.model)), loss, self._make, island.device)
+        self._fitted = Fitted(model, self._optimizer, settings.far_folder)
+        kept = Record.read(self._path)
+        if kept and (kept.memory, kept.far) == (settings.memory, settings.far_folder):
+            self._follow(kept)
+            return
+        cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, settings.microbatches or 1))
+
+    def _follow(self, record: Record) -> None:
+        """Carries a plan out, and tells of it."""
+        assert self._fitted
+        self._fitted.carry_out(record)
+        self._record = record
+        record.write(self._path, {})
+        self._began.clear()
+        reset_peak_memory(self._island.device)
+        self._tell(None, None)
+
+    def _plan_anew(self, told: str) -> None:
+        """After an error that told of too little memory. Raises UserError where that came before."""
+        assert self._fitted and self._record
+        self._island.model.zero_grad()
+        if not self._anew:
+            raise UserError(
+                f"out of memory again ({told}), with a plan of {self._record.plan.peak_bytes / 1e9:.3g} GB; give a "
+                "smaller --memory or --batch-size"
+            )
+        self._anew = False
+        if self._island.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._log.warn(f"out of memory ({told}); a new plan takes 10% less")
+        self._follow(self._fitted.smaller(self._record, self._island.settings.clip > 0))
+
+    def _measure(self) -> None:
+        """A step begins, and the one before has ended."""
+        began, record = self._began, self._record
+        assert record
+        if len(began) > UNMEASURED + MEASURED:
+            return
+        began.append(time.perf_counter())
+        if len(began) <= UNMEASURED + MEASURED:
+            return
+        times = [after - before for before, after in zip(began[UNMEASURED:], began[UNMEASURED + 1 :], strict=False)]
+        seconds, nbytes = median(times), peak_memory(self._island.device)
+        record.write(self._path, {"peak_bytes": nbytes, "seconds": seconds})
+        self._tell(nbytes, seconds)
+        plan = record.plan
+        if abs(nbytes - plan.peak_bytes) > BEYOND * plan.peak_bytes:
+            self._log.warn(
+                f"memory: a step holds {nbytes / 1e9:.3g} GB at most, and {plan.peak_bytes / 1e9:.3g} GB were "
+                f"predicted; where that is too much, give a smaller --memory"
+            )
+        if abs(seconds - record.seconds) > BEYOND * record.seconds:
+            self._log.warn(
+                f"memory: a step takes {seconds:.3g} s, and {record.seconds:.3g} s were predicted; where that stays "
+                f"so, remove {self._path}, and a new plan is made when the run goes on"
+            )
+
+    def _tell(self, nbytes: int | None, seconds: float | None) -> None:
+        assert self._record
+        plan = self._record.plan
+        self._log.events.write(
+            MemoryEvent(
+                step=self._log.progress.step,
+                plan=described(plan),
+                cap=self._record.cap_bytes,
+                predicted_bytes=plan.peak_bytes,
+                predicted_seconds=self._record.seconds,
+                measured_bytes=nbytes,
+                measured_seconds=seconds,
+            )
+        )
+
+
+def _random(device: torch.device) -> list[Tensor]:
+    """The states that random numbers come from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _restore(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
