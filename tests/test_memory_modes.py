@@ -29,7 +29,7 @@ def cost(saved: int = 100_000, entering: int = 8_000) -> LayerCost:
 
 
 def model_of(family: str, **changes: Any) -> Any:
-    config = families.FAMILIES[family]
+    config, changes = families.FAMILIES[family], {"num_hidden_layers": 4, **changes}
     model = models.outline(type(config)(**{**config.to_dict(), **changes}))
     models.materialise(model, seed=1)
     return model.train()
@@ -103,7 +103,7 @@ class Counting(HostMemory):
 
 def test_each_storage_goes_once_and_weights_never() -> None:
     model, far = model_of("llama"), Counting()
-    applied(model, ["move"] * 5, far)
+    applied(model, ["move"] * 4, far)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     tokens = torch.randint(2, 256, (2, 64), generator=torch.Generator().manual_seed(0))
     loss = models.sequence_loss(model, tokens, tokens, None)
@@ -113,7 +113,7 @@ def test_each_storage_goes_once_and_weights_never() -> None:
     assert far.slots == 0
     assert not weights & {near.data_ptr() for near in far.written}
     # What a layer of a Llama saves is known: its input, norms, queries, keys and values, attention, three of the MLP.
-    saved = sum(near.numel() for near in far.written) / (5 * 2 * 64 * 32 * 4)
+    saved = sum(near.numel() for near in far.written) / (4 * 2 * 64 * 32 * 4)
     assert 12 < saved < 26
 
 

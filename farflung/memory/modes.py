@@ -81,11 +81,12 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
-    """A layer's call in a pass: what it `keeps`, about, and the storages that it moves."""
+    """A layer's call in a pass: bytes that it `keeps`, that it makes `again`, about, and the storages that it moves."""
 
     number: int
     within: Pass
     keeps: int
+    again: int
     stored: list[weakref.ref[Stored]] = field(default_factory=list)
 
     def alive(self) -> Iterator[Stored]:
@@ -104,11 +105,13 @@ class Call:
 class Mover:
     """Moves what layers save, so that all of it that is near never takes more than `limit` bytes; one layer always may.
 
-    `keeps` and `moves` are the bytes that each layer's call keeps near, and moves.
+    `keeps`, `moves` and `again` are the bytes that each layer's call keeps near, moves, and makes again.
     """
 
-    def __init__(self, copies: Copies, keeps: Sequence[int], moves: Sequence[int], limit: int) -> None:
-        self._copies, self._keeps, self._moves, self._limit = copies, keeps, moves, limit
+    def __init__(
+        self, copies: Copies, keeps: Sequence[int], moves: Sequence[int], again: Sequence[int], limit: int
+    ) -> None:
+        self._copies, self._keeps, self._moves, self._again, self._limit = copies, keeps, moves, again, limit
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()  # their graphs hold them
         self._current = Pass()
         self._leaving: deque[Call] = deque()
@@ -124,7 +127,7 @@ class Mover:
         while self._leaving and self._near() + wanted > self._limit:
             for stored in self._leaving.popleft().alive():
                 stored.leave()
-        call = Call(number, self._current, self._keeps[number])
+        call = Call(number, self._current, self._keeps[number], self._again[number])
         self._current.calls.append(call)
         if self._moves[number]:
             self._leaving.append(call)
@@ -132,16 +135,19 @@ class Mover:
 
     def backward_begins(self, call: Call, _: Any = None) -> None:
         """A layer's backward pass begins: brings what is needed next, nearest first, as far as it has room."""
+        self.backward_ended(call)
+        call.within.calls.append(call)  # the only one left beside those that come next
+        call.keeps, call.again = call.keeps + call.again, 0
         for stored in call.alive():
             stored.come()
-        for other in reversed([other for other in call.within.calls if other.number < call.number]):
+        for other in reversed(call.within.calls[:-1]):
             if self._near() + other.coming() > self._limit:
                 return
             for stored in other.alive():
                 stored.come()
 
     def backward_ended(self, call: Call, _: Any = None) -> None:
-        """A layer's backward pass has ended: what it kept is free."""
+        """A layer's backward pass has ended, and those after it: what it kept is free."""
         call.within.calls[:] = [other for other in call.within.calls if other.number < call.number]
 
     @contextlib.contextmanager
@@ -201,7 +207,8 @@ def apply(
     undo(layers)
     keeps = [kept_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
     moves = [moved_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
-    mover = Mover(copies, keeps, moves, sum(keeps) + prefetch)
+    again = [again_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
+    mover = Mover(copies, keeps, moves, again, sum(keeps) + prefetch)
     for number, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
         layer.forward = partial(_forward, layer, layer.forward, number, plan.mode, mover)
 
@@ -220,6 +227,11 @@ def kept_bytes(mode: Mode, cost: LayerCost) -> int:
 def moved_bytes(mode: Mode, cost: LayerCost) -> int:
     """What a layer moves of what it saves."""
     return {"move": cost.saved_bytes, "recompute-moved": cost.input_bytes}.get(mode, 0)
+
+
+def again_bytes(mode: Mode, cost: LayerCost) -> int:
+    """What a layer saves once more when it is computed again."""
+    return cost.saved_bytes - cost.input_bytes if mode in ("recompute", "recompute-moved") else 0
 
 
 def _forward(

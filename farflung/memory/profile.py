@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from farflung.hooks.shards import own_of
 from farflung.memory.copies import Copies
-from farflung.memory.measure import Held, Saved, bytes_of, in_use, staying, tensors_in
+from farflung.memory.measure import Held, Saved, bytes_of, staying, tensors_in
 from farflung.memory.plan import LayerCost, Profile
 
 TIMES = 2
@@ -53,12 +53,12 @@ class Seen:
     autocast: dict[str, Any]
 
 
-def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
+def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) -> Profile:
     """What a model's step takes: one of its forward and backward passes, and that part of the optimizer's step.
 
-    Computes on gradients of its own, and leaves weights, gradients and random numbers as they are.
+    `besides` are bytes that the device holds all the time beside weights, gradients and moments. It computes gradients
+    of its own, and leaves weights, gradients and random numbers as they are.
     """
-    before = in_use(model.device)
     with torch.random.fork_rng(), _without_gradients(model.whole):
         seen = _calls(model)
         kinds = {key: number for number, key in reversed([*enumerate(map(_kind, model.layers, seen))])}
@@ -71,9 +71,7 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
         for cost in (first, *costs)
     )
     out_s, in_s = _speeds(copies, model.device)
-    own = [own_of(parameter) for parameter in model.whole.parameters()]
-    fixed = max(before - bytes_of(p for p in own if p.device == model.device), 0) + working
-    return Profile(tuple(layers), first, last, out_s, in_s, fixed)
+    return Profile(tuple(layers), first, last, out_s, in_s, besides + working)
 
 
 @dataclass(frozen=True)

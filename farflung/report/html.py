@@ -17,6 +17,7 @@ from farflung.report import figures
 from farflung.report.comparison import best_of, best_word, bits_per_byte, verdict
 from farflung.report.facts import Axis
 from farflung.report.islands import islands_table, wide_table
+from farflung.report.memory import latest, memory_table
 from farflung.report.numbers import nbytes, number, shares
 from farflung.report.page import page, picture, plotly_inside, plotly_shared, sample_html
 from farflung.report.peers import last_told
@@ -88,6 +89,7 @@ def _page(runs: list[Run], plotly: str) -> str:
         *each("Timeline", lambda run: _timeline_note(run) + picture(figures.timeline_figure(run))),
         *each("The latest rounds: who met whom", _latest_rounds, lambda run: run.all_of(RoundEvent)),
         *each("Inside the islands", islands_table, lambda run: run.parts),
+        *each("Memory", memory_table, latest),
         *each("Other peers, as they last told", _others, lambda run: run.results().get("peers")),
         *each("Warnings", _warnings, lambda run: run.all_of(WarningEvent)),
         *each("A sample from the trained model", _sample, lambda run: run.summary),

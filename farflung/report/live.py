@@ -17,6 +17,7 @@ from rich.text import Text
 from farflung.durations import duration
 from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
 from farflung.report import peers
+from farflung.report.memory import latest, memory_line
 from farflung.report.numbers import nbytes, number, shares
 from farflung.report.read import Run, mean
 
@@ -202,6 +203,7 @@ def _notes(run: Run) -> list[Text]:
             spent.update(last.spent or {})
     if spent:
         notes.append(Text(f"time goes to {shares(spent)}"))
+    notes += [Text(memory_line(event)) for event in latest(run)[:1]]
     for step, distance in list(run.consensus_distance().items())[-1:]:
         often = f", each {every} steps" if (every := run.settings.get("eval_every")) and not run.by_clock else ""
         measured = f"of sampled weights, measured with the {run.figure.name}{often}"

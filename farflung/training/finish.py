@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.durations import duration
+from farflung.events import Event, MemoryEvent
 from farflung.figure import Figure, figure_of
 from farflung.files import replacing, write_text
 from farflung.hooks.trained import trainable
@@ -108,7 +110,14 @@ def _own_facts(trainer: Trainer) -> dict[str, Any]:
         "rounds": trainer.progress.rounds,
         "seconds": seconds,
         **trainer.log.speed(),
+        **({"memory": _memory(fitted)} if (fitted := trainer.log.fitted) else {}),
     }
+
+
+def _memory(fitted: MemoryEvent) -> dict[str, Any]:
+    """How a replica's steps have fitted into its memory."""
+    names = [field.name for field in dataclasses.fields(MemoryEvent)][len(dataclasses.fields(Event)) :]
+    return {name: getattr(fitted, name) for name in names}
 
 
 def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]) -> Ended:
@@ -178,6 +187,7 @@ def _summary(
         "seconds": max(fact["seconds"] for fact in facts),
         "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
         **_speed(facts),
+        **({"memory": told} if (told := [fact["memory"] for fact in facts if "memory" in fact]) else {}),
         **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
     }
 

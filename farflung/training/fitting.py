@@ -23,8 +23,8 @@ from farflung.training.run_log import RunLog
 
 UNMEASURED, MEASURED = 2, 8
 """Steps after a plan that do not count, as they warm up; and those that do, before it is told of them."""
-BEYOND = 0.1
-"""The part by which what was predicted may differ from what is measured before a warning."""
+BEYOND, SLIGHT = 0.1, 1 << 27
+"""The part by which what was predicted may differ from what is measured without a warning; and so many bytes."""
 
 Gradients = Callable[[int], tuple[float, str]]
 
@@ -128,7 +128,7 @@ class _Fitting:
         record.write(self._path, {"peak_bytes": nbytes, "seconds": seconds})
         self._tell(nbytes, seconds)
         plan = record.plan
-        if abs(nbytes - plan.peak_bytes) > BEYOND * plan.peak_bytes:
+        if abs(nbytes - plan.peak_bytes) > max(BEYOND * plan.peak_bytes, SLIGHT):
             self._log.warn(
                 f"memory: a step holds {nbytes / 1e9:.3g} GB at most, and {plan.peak_bytes / 1e9:.3g} GB were "
                 f"predicted; where that is too much, give a smaller --memory"
@@ -142,7 +142,7 @@ class _Fitting:
     def _tell(self, nbytes: int | None, seconds: float | None) -> None:
         assert self._record
         plan = self._record.plan
-        self._log.events.write(
+        self._log.memory(
             MemoryEvent(
                 step=self._log.progress.step,
                 plan=described(plan),

@@ -20,6 +20,7 @@ from farflung.events import (
     EvaluationEvent,
     JoinedEvent,
     LearntEvent,
+    MemoryEvent,
     StartEvent,
     StepEvent,
     TextEvent,
@@ -77,6 +78,8 @@ class RunLog:
     def __post_init__(self) -> None:
         self.rate = Rate(self.network)
         self.spent = Spent(self.network, self.island)
+        self.fitted: MemoryEvent | None = None
+        """How its steps fit into its memory, as last told."""
         self._share_of_peak = 0.0
         """The share of the devices' peak that a unit a second is; 0 where it is not known."""
         self._told_why_alone = set[str]()
@@ -225,6 +228,11 @@ class RunLog:
         if self.network.timed:  # whose runs are the same each time
             seconds = delayed = 0.0
         self.events.write(CheckpointEvent(step=step, seconds=seconds, delayed=delayed))
+
+    def memory(self, told: MemoryEvent) -> None:
+        """How the process's steps fit into its memory."""
+        self.fitted = told
+        self.events.write(told)
 
     def joined(self, seconds: float) -> None:
         """The others' state was taken."""

@@ -1,0 +1,139 @@
+"""`--memory`: a run that fits into what it is given, with the losses of one that keeps everything."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import HERE, SMALL, run_here, run_together, same_weights
+
+from farflung.events import MemoryEvent, StepEvent
+from farflung.memory.far import check_room
+from farflung.memory.fitted import Record, is_out_of_memory
+from farflung.memory.room import cap_of, total
+from farflung.report.memory import memory_line, memory_table
+from farflung.report.read import read_run
+
+CPU = torch.device("cpu")
+ALONE = [*SMALL, "--method", "local", "--replicas", "1", "--network", "torch"]
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["--memory", "16 apples"], "memory is '16 apples'; give an amount such as 16GB"),
+        (["--memory", "0GB"], "memory is '0GB'; give an amount"),
+        (["--far-folder", "far"], "add --memory auto, or leave it out"),
+        (["--memory", "auto", "--recompute"], "memory is 'auto', which recompute cannot be planned with"),
+        (["--memory", "auto", "--stages", "2"], "which stages, shards and islands cannot be planned with"),
+        (["--memory", "auto", "--network", "simulated"], "simulated replicas share one; leave out --memory"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_line(
+    settings: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(monkeypatch, tmp_path, "train", *ALONE, *settings, "--out", "run") != 0
+    assert told in one_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_amounts_of_memory() -> None:
+    assert cap_of("16GB", CPU, 1) == cap_of("16 gb", CPU, 4) == 16 * 10**9
+    assert cap_of("1.5MB", CPU, 1) == 1_500_000
+    assert cap_of("40%", CPU, 1) == int(0.4 * total(CPU))
+    assert 0 < cap_of("auto", CPU, 4) < cap_of("auto", CPU, 1) < total(CPU)
+
+
+def test_a_far_folder_without_room_is_told_in_a_line(tmp_path: Path) -> None:
+    check_room(tmp_path / "far", 1)
+    with pytest.raises(ValueError, match=r"far has .* GB of room, and 1e\+09 GB are to lie there; make room, or name"):
+        check_room(tmp_path / "far", 10**18)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write to .*file.*--far-folder"):
+        check_room(tmp_path / "file", 1)
+
+
+def test_errors_of_too_little_memory_are_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2, 3) @ torch.empty(2, 3)
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "replica-0.json"
+    assert Record.read(path) is None
+    for text in ("{", "[]", '{"plan": {}}', '{"memory": 1}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"replica-0\.json") as caught:
+            Record.read(path)
+        assert "\n" not in str(caught.value)
+
+
+def train(folder: Path, *arguments: str) -> None:
+    run_together(1, "-m", "farflung", "train", *arguments, "--out", folder)
+
+
+def losses(folder: Path) -> list[float | None]:
+    return [event.loss for event in read_run(folder).all_of(StepEvent)]
+
+
+@pytest.mark.slow
+def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(tmp_path: Path) -> None:
+    """Too little is told with how much is enough. A run that goes on follows the plan that it has kept."""
+    usual = [*ALONE, "--inner", "adamw", "--steps", "12", "--sequence-length", "128", "--batch-size", "64"]
+    train(tmp_path / "much", *usual)
+    far, little = ("--far-folder", str(tmp_path / "far")), tmp_path / "little"
+    with pytest.raises(AssertionError, match=r"cannot be made with 0\.001 GB of memory; give at") as caught:
+        train(tmp_path / "least", *usual, *far, "--memory", "1MB")
+    found = re.search(r"give at least ([\d.]+) GB", str(caught.value))
+    assert found
+    train(little, *usual, *far, "--memory", f"{float(found[1]) + 0.025}GB")
+    assert same_weights(little, tmp_path / "much", 12, [0])
+    plan = little / "memory" / "replica-0.json"
+    kept = json.loads(plan.read_text())
+    assert {layer["mode"] for layer in kept["plan"]["layers"]} != {"keep"}
+    assert set(kept["measured"]) == {"peak_bytes", "seconds"}
+    plan.write_text(json.dumps(kept | {"plan": kept["plan"] | {"prefetch_bytes": 12345}}))
+    for path in little.glob("checkpoints/*"):
+        shutil.rmtree(path) if path.name > "step-000005" and path.is_dir() else None
+    for name in ("summary.json", "checkpoints/averaged.pt"):
+        (little / name).unlink()
+    run_together(1, "-m", "farflung", "train", "--resume", little)
+    assert json.loads(plan.read_text())["plan"]["prefetch_bytes"] == 12345
+    assert same_weights(little, tmp_path / "much", 12, [0])
+    run = read_run(little)
+    told = run.all_of(MemoryEvent)
+    assert [event.measured_bytes is None for event in told[:3]] == [True, False, True]
+    assert told[0].plan in memory_line(told[0]) and told[0].plan in memory_table(run)
+    assert json.loads((little / "summary.json").read_text())["memory"][0]["plan"] == told[0].plan
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_where_memory_is_limited_it_trains_with_the_same_losses(tmp_path: Path) -> None:
+    """Without a plan, the process dies of it."""
+    usual = ["train", *ALONE, "--model", "small", "--steps", "2", "--log-every", "1", "--eval-every", "9"]
+    usual += ["--sequence-length", "128", "--batch-size", "32", "--inner", "adamw"]
+    run_together(1, HERE / "limited.py", 0, *usual, "--out", tmp_path / "kept")
+    with pytest.raises(AssertionError, match="allocate memory"):
+        run_together(1, HERE / "limited.py", 700, *usual, "--out", tmp_path / "dies")
+    run_together(1, HERE / "limited.py", 700, *usual, "--memory", "auto", "--out", tmp_path / "fits")
+    assert len(losses(tmp_path / "kept")) == 2
+    assert losses(tmp_path / "fits") == losses(tmp_path / "kept")
+    assert same_weights(tmp_path / "fits", tmp_path / "kept", 2, [0])
+    (told,) = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]
+    assert "compute it again" in told["plan"]
