@@ -58,6 +58,7 @@ class Architecture:
         tied: the shape of the embeddings, where the head shares them.
         active: parameters that take part in a token's computation.
         outline: the model itself, without memory.
+        saved: what its layers save, as it is counted: see `farflung.planner.saved`.
     """
 
     layers: tuple[Block, ...]
@@ -70,6 +71,7 @@ class Architecture:
     active: float
     outline: Any = field(compare=False, repr=False)
     _spans: dict[int, list[Span]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    saved: dict[tuple[int, int, str], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     _constrained: dict[tuple[str, int], Architecture] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -151,7 +153,7 @@ def architecture_of(
 
 def architecture(name: str, model: Any) -> Architecture:
     """Takes the measure of a model without memory; `name` is for messages. Raises UserError."""
-    layers, before, head = _anatomy(name, model)
+    layers, before, head = modules_of(name, model)
     shares = active_shares(model)
     if shares and not chosen_experts(model):
         raise UserError(f"model {name!r} has experts, but does not say how many of them a token takes")
@@ -180,7 +182,7 @@ def architecture(name: str, model: Any) -> Architecture:
     )
 
 
-def _anatomy(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any]:
+def modules_of(name: str, model: Any) -> tuple[nn.ModuleList, list[nn.Module], Any]:
     """The layers, the modules before them that only look things up, and the head; even if it cannot be split."""
     try:
         parts = anatomy(model)

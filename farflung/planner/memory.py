@@ -7,6 +7,7 @@ import math
 from farflung.outer import Method, kept_bytes
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture
+from farflung.planner.saved import counted
 from farflung.workloads.base import Span
 
 COPY = 4
@@ -14,12 +15,6 @@ COPY = 4
 
 TRAINED = 4 * COPY
 """Bytes a parameter of weights, gradients, and AdamW's two moments."""
-
-ACTIVATIONS = {"float32": 84, "bfloat16": 56}
-"""Bytes that a layer of Llama keeps for each token and hidden number, as measured."""
-
-HALF = 2
-"""Bytes a parameter of the bfloat16 copies that autocast keeps for each microbatch on its way."""
 
 LOGITS = 12
 """Bytes of a token's logit: itself, its log-probability, and its gradient."""
@@ -53,12 +48,10 @@ def activation_bytes(model: Architecture, island: IslandSettings, length: int, s
     """Bytes of the microbatches that have passed a stage and not yet come back, and of the largest tensors of one."""
     parts = island.parts
     held = min(island.stages - stage, parts)
-    tokens = island.batch_size / island.shard / parts * length
-    layers = model.layers[span.begin : span.end]
-    half = HALF if island.precision == "bfloat16" else 0
-    whole = tokens * model.hidden * ACTIVATIONS[island.precision] + half * max(layer.parameters for layer in layers)
-    logits = tokens * model.vocabulary * LOGITS if span.last else 0.0
+    sequences = max(1, island.batch_size // (island.shard * parts))
+    saved = counted(model, sequences, length, island.precision)
+    layers = saved.layers[span.begin : span.end]
+    logits = sequences * length * model.vocabulary * LOGITS if span.last else 0.0
     if island.recompute:
-        return held * tokens * model.hidden * COPY * len(layers) + whole + logits
-    weights = half * sum(layer.parameters for layer in layers)
-    return held * (tokens * model.hidden * ACTIVATIONS[island.precision] * len(layers) + weights) + logits
+        return held * saved.input * len(layers) + max(layers) + logits
+    return held * sum(layers) + logits
