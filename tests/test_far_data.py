@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import lzma
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,38 @@ def test_a_file_that_has_changed_is_refused(server: FarServer, tmp_path: Path) -
     later._cache.known.update(known._cache.known)
     with pytest.raises(UserError, match=r"0\.jsonl\.gz: has changed since this run began; put back"):
         later.held_out(4)
+
+
+def test_a_file_of_the_same_size_that_was_written_later_is_another(server: FarServer, tmp_path: Path) -> None:
+    """A plain web server tells of a file no more than its size and when it was written."""
+    first = shards(server, tmp_path / "cache").batch(np.arange(3))
+    path = server.folder / "0.jsonl.gz"
+    length = path.stat().st_size
+    rows = [json.dumps({"text": f"{row} others {'hgfedcba'[row % 8] * 20}"}) for row in range(30)]
+    path.write_bytes(gzip.compress("\n".join(rows).encode()).ljust(length, b"\0"))
+    os.utime(path, (1e9, 1e9))
+    assert path.stat().st_size == length
+    assert not np.array_equal(shards(server, tmp_path / "cache").batch(np.arange(3)), first)
+
+
+@pytest.mark.parametrize("name", ["store.json", "progress.json", "training.bin.txt"])
+def test_a_file_may_be_named_as_ours_are(server: FarServer, tmp_path: Path, name: str) -> None:
+    (server.folder / name).write_text(json.dumps([{"text": "words " * 30} for _ in range(30)]))
+    cache = ShardCache(tmp_path / "cache", 10**9, tokenizers.Bytes(), "text", 1)
+    assert b"words words " in cache.tokens(f"{server.address}/{name}").training.tobytes()
+
+
+def test_what_killed_processes_have_left_is_removed_for_room(server: FarServer, tmp_path: Path) -> None:
+    left = [tmp_path / "cache" / folder / f"{far.ARRIVED}0.jsonl.gz.host-1.tmp" for folder in ("a" * 32, "b" * 32)]
+    for path in left:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 2000)
+        os.utime(path.parent, (1e9, 1e9))
+    found = shards(server, tmp_path / "cache", room=3000)
+    found.batch(ids_of(found, 0, 0, 0, 1))
+    for step in range(60):
+        found.batch(ids_of(found, 0, 0, step, 8))
+    assert not any(path.parent.exists() for path in left)
 
 
 def test_chats_of_another_machine_are_refused_with_what_to_do(server: FarServer, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
@@ -223,6 +224,50 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path) -> None:
     made = prepared.store_of(settings, tokenizers.Bytes(), lambda *how: told.append(how))
     assert told[0][1] > 3e6 - 200_000
     assert held(made) == expected([f"{i} words " * 40 for i in range(20_000)], None)
+
+
+def test_a_preparation_that_is_interrupted_while_it_holds_out_the_end_has_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the text is then written over what was held out before, of which an earlier note tells the size."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(store, name, value)
+    short = next(text for text in map(str, range(999)) if held_out(text))
+    texts = [short, *(f"document {number} of some length, so that it is noted" for number in range(18))]
+    assert len(texts) < 20 and not any(map(held_out, texts[1:]))
+    kept_safe, flushed = os.fsync, 0
+
+    def interrupted(file: int) -> None:
+        nonlocal flushed
+        kept_safe(file)
+        if (flushed := flushed + 1) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    for at in range(1, 99):
+        flushed, folder = 0, tmp_path / str(at)
+        try:
+            store.write(folder, texts, tokenizers.Bytes(), None, lambda *_: None)
+        except KeyboardInterrupt:
+            store.write(folder, texts, tokenizers.Bytes(), None, lambda *_: None)
+        assert held(store.read(folder)) == expected(texts, None), at
+        if flushed < at:
+            break
+    assert at > 10
+
+
+def test_two_processes_do_not_prepare_into_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "words " * 400}) for _ in range(20)))
+    with FileLock(tmp_path / "store" / prepared.LOCK):
+        other = farflung("prepare", "rows.jsonl", "--out", "store", cwd=tmp_path)
+    told = "another process makes a store in store; wait for it, or give another folder with --out"
+    assert other.returncode == 2 and other.stderr.count("\n") == 1 and told in other.stderr, other.stderr
+    (tmp_path / "file").touch()
+    onto_a_file = farflung("prepare", "rows.jsonl", "--out", "file", cwd=tmp_path)
+    assert onto_a_file.returncode == 2 and onto_a_file.stderr.count("\n") == 1, onto_a_file.stderr
+    ended = farflung("prepare", "rows.jsonl", "--out", "store", cwd=tmp_path)
+    assert ended.returncode == 0 and held(store.read(tmp_path / "store")) == expected(["words " * 400] * 20, None)
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {*store.TEXT, store.MANIFEST}
 
 
 @given(

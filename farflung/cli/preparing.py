@@ -41,19 +41,18 @@ def prepare(arguments: list[str]) -> None:
     from farflung.workloads import chat_store, mixtures, prepared, store, text, tokenizers
     from farflung.workloads.settings import LanguageSettings
 
-    if store.is_store(options.out):
-        raise UserError(f"{options.out} holds a whole store; give another folder with --out, or remove it")
+    prepared.refuse_whole(options.out)
     if mixtures.sources(options.data):
         raise UserError("prepare each source by itself, and mix the stores: train --data '0.7*STORE + 0.3*OTHER'")
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
     size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
     as_chats = chat_store.holds_chats(settings)
-    there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
-    if there - {*(store.CHATS if as_chats else store.TEXT), store.PROGRESS}:
-        raise UserError(f"{options.out} holds something else; give another folder with --out")
-    tokenizer = tokenizers.load(options.tokenizer)
     with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(size) as told:
-        made = prepared.make(options.out, settings, tokenizer, told, as_chats=as_chats)
+        there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
+        if there - {*(store.CHATS if as_chats else store.TEXT), store.PROGRESS, prepared.LOCK}:
+            raise UserError(f"{options.out} holds something else; give another folder with --out")
+        tokenizer = tokenizers.load(options.tokenizer)
+        made = prepared.prepare(options.out, settings, tokenizer, told, as_chats)
     print(f"farflung: {options.out} holds {_told(made)}; train on it with: farflung train --data {options.out}")
 
 

@@ -33,6 +33,13 @@ PIECE = 1 << 22
 """Bytes of text after which a piece of a file ends, with the line."""
 PACKED = {".gz", ".bz2", ".xz", ".zst"}
 """How names of files end that are to be unpacked."""
+TOLD_OF_FILES = (
+    *("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "blob_id"),
+    *("Last-Modified", "Content-MD5", "Digest"),
+)
+"""What the kinds of store tell of a file that changes when it does."""
+ARRIVED = "arrived-"
+"""How names of files begin that have come here, beside those that are made of them."""
 HERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What only the disk of this machine raises, so that asking again does not help."""
 
@@ -65,18 +72,17 @@ def version(address: str, deadline_s: float) -> str:
 
     def told() -> str:
         detail = _system(address).info(address)
-        names = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "blob_id")
-        return " ".join(str(detail[name]) for name in names if detail.get(name) is not None)
+        return " ".join(str(detail[name]) for name in TOLD_OF_FILES if detail.get(name) is not None)
 
     return _persistently(told, address, deadline_s)
 
 
 def fetch(address: str, folder: Path, deadline_s: float) -> Path:
-    """Copies a file into a folder, whole or not at all; it keeps its name.
+    """Copies a file into a folder, whole or not at all; it keeps its name, after ARRIVED.
 
     Raises LostDataError after the deadline, and OSError where this machine's disk does not let it.
     """
-    target = folder / PurePosixPath(urlsplit(address).path).name
+    target = folder / f"{ARRIVED}{PurePosixPath(urlsplit(address).path).name}"
     part = beside(target)
     try:
         _persistently(lambda: _system(address).get_file(address, str(part)), address, deadline_s)

@@ -24,6 +24,8 @@ from farflung.workloads.tokenizers import Tokenizer
 
 CACHE = "FARFLUNG_CACHE"
 """The environment variable that says where stores are kept; unset: farflung, in the user's cache folder."""
+LOCK = "lock"
+"""A file that is there while a process makes a store in a folder of the user's."""
 LONGEST_S = 24 * 3600.0
 """Seconds to wait for another process that makes a store."""
 
@@ -97,6 +99,32 @@ def _alone(folder: Path) -> Iterator[None]:
             yield
     except Timeout as error:
         raise UserError(f"another process has {lock} for a day; end it") from error
+
+
+def prepare(folder: Path, settings: LanguageSettings, tokenizer: Tokenizer, told: Told, as_chats: bool) -> Store:
+    """Makes a store in a folder of the user's, or goes on with one.
+
+    Raises UserError where there is no text, a whole store, or another process that makes one, and OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / LOCK
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                refuse_whole(folder)
+                return make(folder, settings, tokenizer, told, as_chats=as_chats)
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout as error:
+        raise UserError(
+            f"another process makes a store in {folder}; wait for it, or give another folder with --out"
+        ) from error
+
+
+def refuse_whole(folder: Path) -> None:
+    """Raises UserError for a folder that a whole store is in."""
+    if store.is_store(folder):
+        raise UserError(f"{folder} holds a whole store; give another folder with --out, or remove it")
 
 
 def make(

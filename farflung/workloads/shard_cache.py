@@ -129,8 +129,10 @@ class ShardCache:
 
     def _made(self, folder: Path, address: str) -> store.Store:
         (folder / store.MANIFEST).unlink(missing_ok=True)
+        for left in folder.glob(f"{far.ARRIVED}*"):  # by a process that was killed
+            left.unlink()
         raw = far.fetch(address, folder, self._deadline)
-        self._make_room(raw.stat().st_size)
+        self._make_room(raw.stat().st_size, folder)
         try:
             return store.write(
                 folder, text.documents_of(raw, address, self._column), self._tokenizer, None, lambda *_: None
@@ -138,34 +140,40 @@ class ShardCache:
         finally:
             raw.unlink()
 
-    def _make_room(self, wanted: int) -> None:
+    def _make_room(self, wanted: int, made: Path) -> None:
         """Removes the tokens that were used longest ago, but of no file that is being made or mapped."""
-        kept = sorted((_used(folder), _size(folder), folder) for folder in self._folder.iterdir() if folder.is_dir())
+        others = [folder for folder in self._folder.iterdir() if folder.is_dir() and folder != made]
+        kept = sorted((_used(folder), _size(folder), folder) for folder in others)
         over = sum(size for _, size, _ in kept) + wanted - self._room
         for _, size, folder in kept:
             if over > 0 and size:
                 with contextlib.suppress(Timeout), _locked(folder, 0):
-                    for name in (store.MANIFEST, *store.TEXT):
-                        (folder / name).unlink(missing_ok=True)
+                    for path in _files(folder):
+                        path.unlink(missing_ok=True)
                     with contextlib.suppress(OSError):  # it holds something else
                         folder.rmdir()
                     over -= size
 
 
 def _used(folder: Path) -> float:
-    """When a file's tokens were last asked for; now, of those that are being made."""
-    try:
-        return (folder / store.MANIFEST).stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
+    """When a file's tokens were last asked for, or begun; whoever makes them holds their lock."""
+    for path in (folder / store.MANIFEST, folder):
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_mtime
+    return math.inf  # another process has just removed them
 
 
 def _size(folder: Path) -> int:
     sizes = 0
-    for name in store.TEXT:
+    for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
-            sizes += (folder / name).stat().st_size
+            sizes += path.stat().st_size
     return sizes
+
+
+def _files(folder: Path) -> list[Path]:
+    """What a file's tokens consist of, and what a process that was killed has left of it; the manifest first."""
+    return [folder / name for name in (store.MANIFEST, store.PROGRESS, *store.TEXT)] + [*folder.glob(f"{far.ARRIVED}*")]
 
 
 def _locked(folder: Path, longest_s: float) -> FileLock:

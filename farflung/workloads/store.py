@@ -349,6 +349,7 @@ class _TextWriter(Writer[str]):
 
     def _hold_out_the_end(self) -> None:
         """Of too few documents to hold out whole ones, the end of the text is held out instead."""
+        (self._folder / PROGRESS).unlink(missing_ok=True)  # from here on, files of that size may hold something else
         training, held_out = self.files
         held_out.seek(0)
         shutil.copyfileobj(held_out, training)
