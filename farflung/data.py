@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from farflung.errors import UserError
-from farflung.workloads import data, mixtures, tokenizers
+from farflung.workloads import data, mixtures, prepared, tokenizers
 from farflung.workloads.data import Data
 from farflung.workloads.dealing import Deal
 from farflung.workloads.settings import LanguageSettings
@@ -48,11 +51,26 @@ class Sequences(Dataset[Tensor]):
     ) -> None:
         if mixtures.sources(source):
             raise UserError("a mixture has no end; make Sequences of each source, and mix them in your loop")
+        if replicas is not None and not 0 <= replica < replicas:
+            raise UserError(f"replica is {replica} of {replicas}; number them from 0 to {replicas - 1}")
         settings = LanguageSettings(data=source, tokenizer=tokenizer, sequence_length=length, text_column=column)
         self.tokenizer = tokenizers.load(tokenizer)
         self._deal = Deal(replicas)
-        self._data: Data = data.load(settings, self.tokenizer, self._deal)
+        self._data = data.load(settings, self.tokenizer, self._deal)
+        self._kept = replace(settings, data=str(prepared.store_of(settings, self.tokenizer).folder))
         self._seed, self._replica, self._epoch = seed, replica, 0
+        if not len(self):
+            raise UserError(
+                f"data {source}: {self._data.available} sequences are fewer than {replicas} replicas; give more text"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokens: each process of a DataLoader maps them for itself, however it is started."""
+        return {name: value for name, value in vars(self).items() if name != "_data"}
+
+    @cached_property
+    def _data(self) -> Data:
+        return data.load(self._kept, self.tokenizer, self._deal)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to an epoch, from 0; each has another order. Loaders that have begun keep theirs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,26 @@ def test_an_epoch_has_each_sequence_once_whoever_loads_it(source: str) -> None:
     assert not torch.equal(second, whole) and set(map(tuple, second.tolist())) == set(map(tuple, whole.tolist()))
 
 
+def test_what_is_passed_to_another_process_is_where_the_tokens_lie(source: str) -> None:
+    """So that workers that are not forked map them, too, whatever has become of the text."""
+    passed = pickle.dumps(whole := found(source, replica=1, replicas=2))
+    tokens = 2 * len(whole) * LENGTH
+    Path(source).write_text("others")
+    there = pickle.loads(passed)
+    assert torch.equal(torch.stack([*there]), torch.stack([*whole]))
+    more = [json.dumps({"words": "many more words " * 40}) for _ in range(100)]
+    Path(source).write_text("\n".join(more))
+    larger = found(source, replica=1, replicas=2)
+    assert len(larger) * LENGTH > 2 * tokens and len(pickle.dumps(larger)) < len(passed) + 100
+
+
 def test_what_cannot_be_is_told(source: str, tmp_path: Path) -> None:
     with pytest.raises(IndexError, match=r"item -1 of \d+ sequences"):
         found(source)[-1]
+    with pytest.raises(UserError, match="replica is 2 of 2; number them from 0 to 1"):
+        found(source, replica=2, replicas=2)
+    with pytest.raises(UserError, match=r"\d+ sequences are fewer than 9999 replicas; give more text"):
+        found(source, replicas=9999)
     with pytest.raises(UserError, match="no such file"):
         Sequences(str(tmp_path / "none.txt"), LENGTH)
     with pytest.raises(UserError, match="fewer than one sequence"):

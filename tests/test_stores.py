@@ -182,6 +182,13 @@ def test_the_same_text_is_prepared_once_wherever_it_lies_and_other_text_again(tm
     assert prepare(tmp_path / "b.txt", max_tokens=1000).manifest.training == 950 and len(told) == 3
 
 
+def test_a_store_is_found_in_a_cache_that_can_only_be_read(cache: Path, tmp_path: Path) -> None:
+    made = prepared.store_of(settings_of(a_text(tmp_path)), tokenizers.Bytes())
+    shutil.rmtree(cache / "seen")
+    (cache / "seen").touch()  # nobody, not even root, can write a note below it
+    assert prepared.store_of(settings_of(a_text(tmp_path)), tokenizers.Bytes()) == made
+
+
 def test_a_damaged_store_of_the_cache_is_made_again(tmp_path: Path) -> None:
     settings = settings_of(a_text(tmp_path))
     made = prepared.store_of(settings, tokenizers.Bytes())

@@ -168,7 +168,8 @@ def _name(data: str, by: list[object], kept: Path) -> str:
     if note.exists():
         return note.read_text("utf-8")
     name = _hash([*by, [[path.suffix, _content(path)] for path in paths]])
-    write_text(note, name)
+    with contextlib.suppress(OSError):  # a cache that can only be read may have the store all the same
+        write_text(note, name)
     return name
 
 
