@@ -1,5 +1,6 @@
 """Data, tokenizers and models, on small folders made here."""
 
+import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -63,6 +64,26 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
     for name, path in write_all_kinds(tmp_path).items():
         assert list(documents(str(path), "text")) == TEXTS, name
     assert list(documents(str(tmp_path / "texts" / "00*.txt"), "text")) == TEXTS[:10]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv", "x.parquet", "x.txt"])
+def test_a_file_without_rows_among_others_has_no_documents(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    if name == "x.parquet":
+        pa.parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    assert [text for text in documents(str(tmp_path), "text") if text] == ["one", "two"]
+    with pytest.raises(UserError, match="the file is empty|holds no text"):
+        data.load(LanguageSettings(data=str(tmp_path / name)), tokenizers.Bytes())
+
+
+def test_a_mark_at_the_begin_of_a_text_is_not_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("caf\u00e9\r\n", encoding="utf-8-sig", newline="")
+    assert list(documents(str(tmp_path / "a.txt"), "text")) == ["caf\u00e9\r\n"]
 
 
 def test_the_standard_library_is_real_python_in_a_fixed_order() -> None:

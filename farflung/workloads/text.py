@@ -93,7 +93,10 @@ def _parts(address: str, folder: Path) -> Iterator[Path]:
 
 def _records_of(path: Path, where: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     if loader := loader_of(path):
-        yield from _rows(loader, path, where)
+        with _reading(where):
+            has_rows = _has_rows(path, loader)
+        if has_rows:
+            yield from _rows(loader, path, where)
     else:
         yield where, _read(path, where)
 
@@ -189,7 +192,7 @@ def _read(path: Path, where: str) -> str:
     if b"\0" in content[:LOOKED_AT]:
         kinds = "text, JSON Lines, CSV or Parquet"
         raise UserError(f"data {where}: the file is binary; give {kinds}, or a glob such as '*.txt'")
-    return content.decode(errors="replace")
+    return content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
 
 
 def _unpacked(path: Path) -> bytes:
@@ -200,6 +203,18 @@ def _unpacked(path: Path) -> bytes:
     with _reading(str(path)), fsspec.open(str(path), "rb", compression="infer") as file:
         content: bytes = file.read()
     return content
+
+
+def _has_rows(path: Path, loader: str) -> bool:
+    """Whether a file has any; the datasets library takes one that has none for damaged."""
+    if loader == "parquet" and path.suffix not in far.PACKED:
+        import pyarrow.parquet  # which datasets needs, too
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows) > 0
+    import fsspec
+
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        return bool(file.read(1))
 
 
 def _rows(source: str, path: Path | None, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -218,7 +233,7 @@ def _rows(source: str, path: Path | None, where: str) -> Iterator[tuple[str, Map
 def _reading(where: str) -> Iterator[None]:
     """Makes a line of what readers and hubs raise, of many kinds."""
     try:
-        with quiet("huggingface_hub", logging.ERROR):  # which tells of each attempt to reach the hub
+        with quiet("huggingface_hub", logging.ERROR), quiet("datasets"):  # which tell of each attempt by themselves
             yield
     except Exception as error:
         first_line = str(error).partition("\n")[0]
