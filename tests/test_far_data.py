@@ -216,10 +216,10 @@ def test_only_the_first_files_to_judge_by_are_read(
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("{}/none/", "cannot be read: {}/none"),
+        ("{}/none/", "cannot be read: 404"),
         ("{}/folder", "{}/folder: is a folder; end it with /"),
         ("{}/*.parquet", "no files there; give a file"),
-        ("{}/9.jsonl", "cannot be read: {}/9.jsonl"),
+        ("{}/9.jsonl", "{}/9.jsonl: cannot be read: 404"),
         ("http://127.0.0.1:1/", "cannot be read"),
         ("s3://bucket/*.jsonl", "Install s3fs to access S3; install it, and try again"),
         ("gopher://host/", "Protocol not known: gopher"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -118,6 +119,29 @@ def test_with_data_to_judge_by_all_else_is_trained_on(tmp_path: Path) -> None:
     assert sorted(trained_on(workload, 0, 25, 4)) == [f"a{number:06d}" for number in range(100)]
     held_out = [bytes(row[:7].tolist()).decode() for row in workload._held_out]
     assert sorted(held_out) == [f"v{number:06d}" for number in range(30)]
+
+
+def test_what_is_trained_on_and_judged_by_is_told(two: str, tmp_path: Path) -> None:
+    files = [Path(source.data) for source in sources(two)]
+    other = tmp_path / "another.txt"
+    other.write_text("other words\n" * 400)
+
+    def told(data: str, validation: object) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            Language(LanguageSettings(data=data, validation=str(validation), sequence_length=LENGTH)).check()
+        return [str(one.message) for one in found]
+
+    assert not told(two, other)
+    (link := tmp_path / "link.jsonl").symlink_to(files[1])
+    every = f"{tmp_path}/[ab].jsonl"
+    for one, of, named in (
+        (two, link, files[1]),
+        (every, files[0], files[0]),
+        (every, every, f"{files[0]} and 1 other"),
+    ):
+        (line,) = told(one, of)
+        assert f"validation: trained on, too: {named}" in line
 
 
 def test_chats_are_judged_by_chats(tmp_path: Path) -> None:

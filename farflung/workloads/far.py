@@ -206,4 +206,6 @@ def _patient() -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # so fsspec calls all that a web server refuses
+        error = error.__cause__
     return (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")

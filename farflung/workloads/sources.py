@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.errors import UserError
+from farflung.errors import UserError, counted
 from farflung.workloads import chat_store, chats, data, far, mixtures, shards, store
 from farflung.workloads.base import Ids
 from farflung.workloads.chats import Chats, Labelled, joined, labelled
@@ -24,7 +25,7 @@ from farflung.workloads.prepared import is_prepared
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import ShardCache
 from farflung.workloads.shards import Shards
-from farflung.workloads.text import documents, is_small, no_text
+from farflung.workloads.text import documents, files, is_small, no_text
 from farflung.workloads.tokenizers import Tokenizer
 
 IN_SOURCE = 56
@@ -236,6 +237,21 @@ def check(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, dea
             _check(source, tokenizer, data.load_all)
     except UserError as error:
         raise UserError(f"validation: {error}") from error
+    _warn_of_both(sources, judges)
+
+
+def _warn_of_both(sources: list[Source], judges: list[Source]) -> None:
+    """Warns of files that are trained on and judged by."""
+    trained_on = {file for source in sources for file in _files(source.settings.data)}
+    if both := [file for source in judges for file in _files(source.settings.data) if file in trained_on]:
+        more = f" and {counted(len(both) - 1, 'other file')}" if both[1:] else ""
+        told = f"validation: trained on, too: {both[0]}{more}; the loss says little of other text"
+        warnings.warn(f"{told}; give other data to judge by, or leave out validation", stacklevel=2)
+
+
+def _files(data: str) -> list[str]:
+    """What tells a source's files from others'; an address is not asked for those that it means."""
+    return [data] if far.is_far(data) else [str(path.resolve()) for path in files(data)]
 
 
 def _check(source: Source, tokenizer: Tokenizer, load_text: Callable[[LanguageSettings, Tokenizer], object]) -> None:
