@@ -62,6 +62,8 @@ class RunSettings(Checked):
     """Stop after so many hours from this start, all replicas at one step and with a checkpoint to go on from."""
     observe: bool = setting(False, may_differ=BETWEEN_PEERS)
     """Train nothing: receive and judge what the peers of a run have after each round, and keep the best."""
+    observers: int = setting(0, least=0)
+    """Replicas more that train nothing: they receive and judge what the others have after rounds, and keep the best."""
     seed: int = setting(0, least=0)
     """The seed of the weights, the data's order and the pairs."""
     shares: Literal["alike", "apart"] = "alike"

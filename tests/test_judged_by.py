@@ -10,7 +10,7 @@ import struct
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,14 +28,16 @@ from farflung.pipeline.island import WholeIsland
 from farflung.pipeline.settings import IslandSettings
 from farflung.report import read_run
 from farflung.report.comparison import best_of, verdict
+from farflung.report.page import page
 from farflung.report.watching.followed import Followed
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.export import export
-from farflung.workloads.base import Score
+from farflung.workloads.base import Picture, Score
 from farflung.workloads.dealing import ALL
 from farflung.workloads.registry import WORKLOADS
 
+PNG = Guess(GuessSettings(), ALL).sample(None, 0, torch.device("cpu")).png
 MODULE = Path(__file__).parent / "own_workload.py"
 SMALL = ("--workload", "own_workload:Guess", "--network", "simulated", "--replicas", "2", "--every", "2")
 SMALL += ("--steps", "8", "--eval-every", "2", "--checkpoint-every", "2", "--keep-checkpoints", "1", "--log-every", "2")
@@ -172,12 +174,32 @@ def test_a_score_that_is_no_number_is_told(found: Any) -> None:
         Score.given(found)
 
 
+@pytest.mark.parametrize(("text", "shown"), [("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "\U0001f600"), ("é\n", "é\n")])
+def test_a_sample_is_text_that_a_page_can_hold(text: str, shown: str) -> None:
+    assert Picture.or_text(text) == shown
+    assert Picture.or_text(Picture(PNG, text)) == Picture(PNG, shown)
+    assert "a?b" in page("a\ud800b", [], "")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"loss": lambda *_: 1.0}, r"loss is 1\.0; let it return the mean"),
         ({"loss": lambda *_: torch.ones(2)}, r"loss is a tensor of \(2,\); let it return the mean"),
         ({"sample": lambda *_: None}, "sample is None; let it return text, or a Picture"),
+        (
+            {"sample": lambda *_: Picture(b"\xff\xd8\xff\xe0 and so on")},
+            r"a Picture of b'\\xff.*, which is no whole PNG",
+        ),
+        (
+            {"sample": lambda *_: Picture(PNG[:-9], "cut off")},
+            "which is no whole PNG file; give the bytes that Pillow's",
+        ),
+        ({"sample": lambda *_: Picture(cast(Any, "a.png"))}, "a Picture of a str, which is no whole PNG file"),
+        (
+            {"sample": lambda *_: Picture(PNG, cast(Any, None))},
+            r"sample is Picture\(.*; let it return text, or a Picture",
+        ),
     ],
 )
 def test_what_a_workload_returns_is_looked_at(change: dict[str, Any], words: str) -> None:

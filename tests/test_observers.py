@@ -1,13 +1,17 @@
-"""Observers, and rounds by the clock, of real peers on this machine."""
+"""Observers: of simulated replicas, of processes, and of real peers on this machine, with rounds by the clock."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from own_workload import Guess
 from patience import patience, until
-from processes import saved
+from processes import SMALL as BRIEF
+from processes import same, saved, train_together
 from test_independent import Launched
 from warm import Python
 
@@ -16,12 +20,105 @@ from farflung.events import CheckpointEvent, EvaluationEvent, RoundEvent, StepEv
 from farflung.report.peers import line, table
 from farflung.report.read import Run
 from farflung.settings import Settings
-from farflung.training import limits
+from farflung.training import checkpoint, launch, limits
+from farflung.training.resharding import whole_weights
 
 SMALL = [
     *("--independent", "--replicas", 2, "--model", "micro", "--every", "2s", "--rounds", 1000, "--batch-size", 2),
     *("--sequence-length", 32, "--eval-sequences", 4, "--eval-every", 50, "--log-every", 1, "--max-tokens", 200_000),
 ]
+
+SIMULATED: dict[str, Any] = {
+    "network": "simulated",
+    "model": "micro",
+    "replicas": 3,
+    "steps": 17,
+    "every": 5,
+    "batch_size": 2,
+    "warmup": 2,
+    "sequence_length": 16,
+    "eval_sequences": 4,
+    "eval_every": 100,
+    "checkpoint_every": 6,
+    "max_tokens": 100_000,
+}
+
+
+def simulated(folder: Path, resume: bool = False, **given: Any) -> Path:
+    settings = Settings.of(**SIMULATED | given, out=str(folder))
+    launch.prepare(settings, folder, resume)
+    launch.run_simulated(settings, folder, resume)
+    return folder
+
+
+def judged_in(folder: Path) -> list[EvaluationEvent]:
+    """What an observer has judged, in order."""
+    seen = Run(folder)
+    seen.refresh()
+    (own,) = seen.replicas
+    return seen.of(own, EvaluationEvent)
+
+
+def averaged(folder: Path) -> dict[str, torch.Tensor]:
+    return whole_weights(checkpoint.averages(folder))
+
+
+def holds_the_best(observer: Path) -> bool:
+    """Whether an observer has ended with the weights that it has judged best, in whatever step, and says so."""
+    judged = judged_in(observer)
+    best = min(judged, key=lambda event: event.score or 0.0)
+    (replica,) = checkpoint.replicas_of(observer)
+    told = json.loads((observer / "summary.json").read_text())["validation_loss_averaged"]
+    return told == best.score and same(averaged(observer), saved(observer, best.step, replica)["model"])
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_an_observer_of_simulated_replicas_changes_nothing_and_sees_the_end(tmp_path: Path, method: str) -> None:
+    alone = simulated(tmp_path / "alone", method=method)
+    run = simulated(tmp_path / "run", method=method, observers=2)
+    assert same(averaged(alone), averaged(run))
+    for replica in range(3):
+        assert same(*(saved(folder, 17, replica)["model"] for folder in (alone, run)))
+    for number in range(2):
+        observer = run / f"observer-{number}"
+        assert [event.step for event in judged_in(observer)] == [5, 10, 15, 17]
+        assert holds_the_best(observer)
+        assert same(saved(observer, 17, 3 + number)["model"], averaged(run))
+    # In turn: replica 1 after the first round, replica 2 after the second.
+    assert saved(run / "observer-0", 17, 3)["trained"] == 0
+
+
+def test_an_observer_whose_best_was_not_the_last_ends_with_that(tmp_path: Path) -> None:
+    """With a learning rate at which the model gets worse and worse."""
+    run = simulated(tmp_path / "run", inner="sign", lr=0.3, warmup=0, keep_checkpoints=1, observers=1)
+    judged = judged_in(run / "observer-0")
+    assert min(judged, key=lambda event: event.score or 0.0).step < 17
+    assert holds_the_best(run / "observer-0")
+
+
+def test_an_observer_bears_replicas_that_die_and_goes_on_when_the_run_does(tmp_path: Path) -> None:
+    conditions = tmp_path / "conditions.toml"
+    conditions.write_text("[[deaths]]\nreplica = 1\nat_s = 0.95\n")
+    given = {"observers": 1, "conditions": str(conditions), "deadline": 1.0}
+    run = simulated(tmp_path / "run", **given)
+    # Replica 1 dies before the second round. It has shown the first; the fourth, at step 20, would be its turn again.
+    assert [event.step for event in judged_in(run / "observer-0")] == [5, 10, 15, 17]
+    simulated(run, resume=True, **given, steps=27)
+    assert [event.step for event in judged_in(run / "observer-0")] == [5, 10, 15, 17, 25, 27]
+    assert same(saved(run / "observer-0", 27, 3)["model"], averaged(run))
+    launch.prepare(Settings.of(**SIMULATED | given, out=str(run)), run, resume=False, restart=True)
+    assert not (run / "observer-0").exists()
+
+
+@pytest.mark.slow
+def test_an_observer_of_processes_sees_all_that_it_comes_to_and_the_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_together(3, *BRIEF, "--steps", 12, "--every", 4, "--observers", 1, "--out", run)
+    seen = [event.step for event in judged_in(run / "observer-0")]
+    assert seen[-1] == 12 and seen == sorted(set(seen)) and {*seen} <= {4, 8, 12}
+    assert holds_the_best(run / "observer-0")
+    assert same(saved(run / "observer-0", 12, 0)["model"], averaged(run))
+    assert json.loads((run / "summary.json").read_text())["replicas"] == 2
 
 
 @pytest.fixture
@@ -67,11 +164,44 @@ def test_an_observer_judges_what_peers_have_and_is_in_nobody_s_round(launched: L
         assert all(event.started_step >= 20 * event.round for event in held)
 
 
+SLOW = """
+
+class Slow(Guess):
+    def batch(self, ids):
+        import time
+        time.sleep(0.1)
+        return super().batch(ids)
+"""
+
+
+@pytest.mark.slow
+def test_peers_that_have_ended_stay_until_who_observes_has_seen_it(launched: Launched) -> None:
+    """Steps that compute next to nothing, so that the run may last until the observer has come."""
+    source = (Path(__file__).parent / "own_workload.py").read_text()
+    (launched.folder / "slow_workload.py").write_text(source + SLOW)
+    settings = ("--independent", "--replicas", 2, "--workload", "slow_workload:Slow", "--every", "1s")
+    rounds = round(patience(8))
+    training = launched.start(*settings, "--rounds", rounds, "--deadline", patience(15), "--out", "run")
+    until(lambda: (launched.run / "run.ticket").exists(), 120)
+    observer = Python("-m", "farflung", "join", "run", "--observe", "--out", "observer", cwd=launched.folder)
+    try:
+        for process in (observer, training):
+            process.wait(patience(60))
+    finally:
+        observer.kill()
+    folder = launched.folder / "observer"
+    steps = [event.step for event in judged_in(folder)]
+    assert len(steps) > 1 and steps[-1] == 10 * rounds
+    (own,) = checkpoint.replicas_of(folder)
+    best = checkpoint.best_step(folder, Guess.judged_by)
+    assert best and same(averaged(folder), saved(folder, best[0], own)["model"])
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"network": "simulated"}, "an observer is one more peer of a run on the internet"),
-        ({"network": "torch"}, "give --observe to farflung join, with that run's ticket"),
+        ({"network": "simulated"}, "a run of one's own has --observers"),
+        ({"network": "torch"}, "give it to farflung join, with that run's ticket"),
         ({"network": "internet", "stages": 2}, "an observer has the whole model in one process"),
         ({"network": "internet", "method": "local"}, "whose peers exchange nothing that one could observe"),
     ],
@@ -79,6 +209,12 @@ def test_an_observer_judges_what_peers_have_and_is_in_nobody_s_round(launched: L
 def test_what_nobody_can_observe_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         limits.check_observer(Settings.of(observe=True, **given))
+
+
+def test_observers_of_peers_join_by_themselves() -> None:
+    for given in ({"network": "internet"}, {"independent": True}):
+        with pytest.raises(UserError, match="farflung join TICKET --observe; leave out --observers"):
+            limits.check_observer(Settings.of(observers=1, **given))
 
 
 def test_observers_are_listed_after_those_who_train() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -120,11 +120,11 @@ class Paced(Trainer):
 
     block: int
 
-    def train(self, catch_up: bool = False) -> None:
+    def train(self, catch_up: bool = False, at_the_end: Callable[[Session], object] = lambda _: None) -> None:
         """See Trainer."""
         self.plain, self.seconds = Plain(self), list[tuple[float, float]]()
         self._since = self._now()
-        super().train(catch_up)
+        super().train(catch_up, at_the_end)
 
     def _now(self) -> float:
         """Once the device has done what it was given."""

@@ -290,7 +290,10 @@ def _with_replicas(settings: Settings) -> Settings:
     settings.mesh()
     if "WORLD_SIZE" not in os.environ:
         return settings
-    return settings.changed(replicas=whole_replicas(int(os.environ["WORLD_SIZE"]), settings.island))
+    processes, observers = int(os.environ["WORLD_SIZE"]), settings.run.observers
+    if processes <= observers:
+        raise UserError(f"{processes} processes are started, and observers is {observers}; start more")
+    return settings.changed(replicas=whole_replicas(processes - observers, settings.island))
 
 
 def check_trackers(settings: Settings) -> None:

@@ -24,12 +24,12 @@ class NetworkKind:
     Args:
         open: this process's seat, by its environment: waits for the others to start, and in rounds, at most so many
             seconds. Raises UserError. Where `farflung train` starts the processes, they offer what TorchNetwork does.
-        simulate: makes so many replicas in this process, under some conditions.
+        simulate: makes so many replicas in this process, under some conditions, and so many observers if any.
         elastic: whether replicas come and go; those of `farflung join` do, and `farflung train` starts none.
     """
 
     open: Callable[[float, float], Network]
-    simulate: Callable[[int, Conditions], Simulation] | None = None
+    simulate: Callable[..., Simulation] | None = None
     elastic: bool = False
 
 
@@ -45,10 +45,10 @@ def _alone(starting: float, deadline: float) -> Network:
     return SimulatedNetwork.alone()
 
 
-def _simulation(replicas: int, conditions: Conditions) -> Simulation:
+def _simulation(replicas: int, conditions: Conditions, observers: int = 0) -> Simulation:
     from farflung.networks.simulator.network import Simulation
 
-    return Simulation(replicas, conditions)
+    return Simulation(replicas, conditions, observers)
 
 
 def _peer(starting: float, deadline: float) -> Network:

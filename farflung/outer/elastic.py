@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,9 @@ LOW_BITS = (1 << 31) - 1
 
 IN_TOUCH_S = 5.0
 """How often a replica's processes say that they still wait."""
+
+GIVING_S = 0.1
+"""How often one that has ended looks whether others want its state."""
 
 CATCH_UP_SECONDS = 24 * 3600.0
 """Longest wait for the state of a run, in seconds; a stalled transfer ends much earlier."""
@@ -303,6 +307,13 @@ class ElasticLoop(OuterLoop):
         """Loads the others' state before training; False when nobody has one. Raises UserError when none fits."""
         self._fetch()
         return self._take_fetched(wait)
+
+    def give_while(self, wanted: Callable[[], bool]) -> None:
+        """See Session."""
+        while self._lead(wanted()):
+            if self._lead(self._elastic.wanted) and self._values:
+                self._elastic.give(self.state())
+            time.sleep(GIVING_S)
 
     def _fetch(self) -> None:
         """Starts to download the others' state, unless that has started."""

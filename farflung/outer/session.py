@@ -150,7 +150,7 @@ class Session:
 
     def _end(self) -> None:
         self._ended = True
-        if not self._begun and self.method.exchanges:
+        if not (self._begun or self.step) and self.method.exchanges:
             warnings.warn(UNSEEN, stacklevel=4)
         self.apply_pending()
         self.departures.leave(self._next_rounds())
@@ -198,6 +198,9 @@ class Session:
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
         return False
+
+    def give_while(self, wanted: Callable[[], bool]) -> None:
+        """Gives others the state after the last step while that is `wanted`, where replicas come and go."""
 
     def spoil(self, reason: str) -> None:
         """Says that training went wrong since the last round: what this replica has is not for the others.

@@ -178,10 +178,7 @@ class WholeIsland(Island):
     def sample(self) -> str | Picture:
         """See Island."""
         with self._evaluating():
-            found = self.workload.sample(self.model, self.seed, self.device)
-        if not isinstance(found, str | Picture):
-            raise UserError(f"the workload's sample is {found!r}; let it return text, or a Picture")
-        return found
+            return Picture.or_text(self.workload.sample(self.model, self.seed, self.device))
 
     def total(self, values: Tensor) -> Tensor:
         """See Island."""

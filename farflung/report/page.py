@@ -40,7 +40,7 @@ def page(title: str, sections: Sequence[str], plotly: str, state: Mapping[str, o
     With the `state` of what is shown, which its main element then has as data, it asks for news.
     """
     scripts = ["draw.js"] if state is None else ["draw.js", "news.js"]
-    return Template(_asset("page.html")).substitute(
+    whole = Template(_asset("page.html")).substitute(
         title=escape(title),
         style=_asset("look.css"),
         plotly=plotly,
@@ -48,6 +48,7 @@ def page(title: str, sections: Sequence[str], plotly: str, state: Mapping[str, o
         body="\n".join(sections),
         script="".join(map(_asset, scripts)),
     )
+    return whole.encode("utf-8", "replace").decode()  # names of files may hold what no text can
 
 
 @functools.cache

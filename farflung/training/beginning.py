@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.files import event_files, write_text
+from farflung.formats import RUN_FOLDER
 from farflung.pipeline import Mesh, MeshCoordinates
-from farflung.settings import Settings, names_that_may_differ, read_settings
+from farflung.settings import Settings, names_that_may_differ, read_settings, settings_toml
 from farflung.tables import AFTER_RESUME, BETWEEN_MACHINES
 from farflung.training import checkpoint, events
 from farflung.training.failures import RUN_ERRORS
@@ -111,6 +113,15 @@ def begun_with(folder: Path) -> Path:
     return folder / "logs" / "config.toml"
 
 
+def write_settings(settings: Settings, folder: Path) -> None:
+    """Writes config.toml, and what tells when it was edited. Raises UserError."""
+    with disk_errors(f"write to {folder}", "choose another folder with --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
+        for path in (folder / "config.toml", begun_with(folder)):
+            write_text(path, f"{version}\n{settings_toml(settings.settled())}")
+
+
 def refuse_edited(settings: Settings, folder: Path) -> None:
     """Refuses to go on with settings that somebody has edited since, where a run keeps them. Raises UserError."""
     if not (path := begun_with(folder)).exists():
@@ -145,8 +156,9 @@ def clear(folder: Path) -> None:
         for name in ("summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
         others = ("checkpoints", "memory", "profile", "trackers", "tensorboard")
+        below = (path for kind in ("replica", "observer") for path in folder.glob(f"{kind}-*"))
         # What is left of a run is known by its events.
-        for path in (*(folder / name for name in others), *folder.glob("replica-*"), folder / "events"):
+        for path in (*(folder / name for name in others), *below, folder / "events"):
             while path.exists():
                 with contextlib.suppress(FileNotFoundError):  # another machine shares the folder, and was quicker
                     shutil.rmtree(path)

@@ -61,8 +61,11 @@ def failure_of(error: ChildFailedError, folder: Path, mesh: Mesh) -> Exception:
         return UserError(text)
     if kind == StoppedError.__name__:
         return StoppedError(text)
-    output = _kept(folder / "logs", rank, mesh.file_stem(mesh.coordinates(rank)))
-    return RunFailedError(f"{mesh.describe(rank)} failed: {causes[rank]}; its output lies in {output}")
+    who, stem = f"observer {(number := rank - mesh.processes)}", f"observer-{number}"
+    if rank < mesh.processes:
+        who, stem = mesh.describe(rank), mesh.file_stem(mesh.coordinates(rank))
+    output = _kept(folder / "logs", rank, stem)
+    return RunFailedError(f"{who} failed: {causes[rank]}; its output lies in {output}")
 
 
 def _kept(logs: Path, process: int, name: str) -> Path:

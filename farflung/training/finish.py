@@ -345,6 +345,7 @@ class Endings:
         if trainer.network.rank == left[0] and len(left) > self._largest:
             self._largest = len(left)
             write_results(trainer, summary, tells=True)
+            trainer.show_the_end()
 
 
 def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "") -> None:

@@ -55,7 +55,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         beginning.refuse_other_replicas(settings, folder)
         beginning.refuse_edited(settings, folder)
         _let_go_on(settings.run.steps, folder)
-    launch.write_settings(settings, folder)
+    beginning.write_settings(settings, folder)
     path = folder / "run.ticket"
     ticket = read_ticket(path) if path.exists() else Ticket.new(folder.name, {})
     with disk_errors(f"write to {folder}", "choose another folder with --out"):

@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from farflung.figure import LOSS, Figure
 from farflung.training.checkpoint import best_of
+from farflung.training.showing import Shown
 from farflung.training.stopping import Stop
 
 
@@ -74,3 +75,5 @@ class Coordination:
 
     stop: Stop
     kept: Kept
+    shown: Shown | None = None
+    """To whom the replica shows what it has, if anybody observes the run."""

@@ -19,16 +19,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from farflung import formats, scoped
+from farflung import scoped
 from farflung.cores import usable_cores
 from farflung.errors import UserError, disk_errors
-from farflung.files import event_files, write_text
-from farflung.formats import RUN_FOLDER
+from farflung.files import event_files
 from farflung.networks import ReplicaDiedError, SimulatedNetwork, Simulation, TorchNetwork
 from farflung.pipeline import Mesh
 from farflung.pipeline.check import check
 from farflung.pipeline.compiling import check_compiler
-from farflung.settings import Settings, settings_toml
+from farflung.settings import Settings
 from farflung.signals import Interrupt, Interrupted, on_stop_signals, stop_signals
 from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
@@ -40,7 +39,9 @@ from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.forks import import_ahead, none_left, run_module, starting
 from farflung.training.kept import Coordination, Kept
-from farflung.training.limits import check_clock, check_memory, check_observer
+from farflung.training.limits import check_clock, check_groups, check_memory, check_observer, check_profile
+from farflung.training.observing import observe_replicas, stop_alone
+from farflung.training.showing import Shown
 from farflung.training.stopping import Stop, StoppedError
 from farflung.training.terminal import STARTED_HERE, looks_by_itself, say, share_terminal
 from farflung.training.trainer import Trainer
@@ -65,7 +66,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         if not settings.network.kind.elastic:
             beginning.refuse_edited(settings, folder)
             beginning.local_step(settings, folder)
-    write_settings(settings, folder)
+    beginning.write_settings(settings, folder)
 
 
 def is_begun(folder: Path) -> bool:
@@ -76,9 +77,9 @@ def is_begun(folder: Path) -> bool:
 def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
-    _check_groups(settings)
+    check_groups(settings)
     check_dealing(settings)
-    _check_profile(settings)
+    check_profile(settings)
     check_network(settings)
     check_clock(settings)
     check_observer(settings)
@@ -89,22 +90,6 @@ def check_settings(settings: Settings) -> None:
     check(settings.island, workload, settings.run.seed)
     if pick_device(settings.run.device, 0).type == "cpu" and settings.island.compile:
         check_compiler()
-
-
-def _check_groups(settings: Settings) -> None:
-    """Refuses groups that there are too few replicas for, where their number is known. Raises UserError."""
-    size, replicas = settings.rounds.group_size, settings.run.replicas
-    if size is not None and size > replicas and not settings.network.kind.elastic:
-        raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
-
-
-def _check_profile(settings: Settings) -> None:
-    """Refuses to trace steps that there are not, or of replicas that share a process. Raises UserError."""
-    run = settings.run
-    if run.profile and settings.network.kind.simulate:
-        raise UserError(f"profile is {run.profile}, but simulated replicas take turns in one process; leave it out")
-    if run.profile and run.profiled[-1] > run.steps:
-        raise UserError(f"profile is {run.profile}, but the run has {run.steps} steps; give steps up to {run.steps}")
 
 
 def _check_island(settings: Settings) -> None:
@@ -128,15 +113,6 @@ def _check_island(settings: Settings) -> None:
         check_batched(settings)
 
 
-def write_settings(settings: Settings, folder: Path) -> None:
-    """Writes config.toml, and what tells when it was edited. Raises UserError."""
-    with disk_errors(f"write to {folder}", "choose another folder with --out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        version = f"{formats.KEY} = {RUN_FOLDER.version}\n"
-        for path in (folder / "config.toml", beginning.begun_with(folder)):
-            write_text(path, f"{version}\n{settings_toml(settings.settled())}")
-
-
 def check_network(settings: Settings) -> None:
     """Refuses settings that another network is for. Raises UserError."""
     if settings.rounds.robust != "mean" and not settings.network.kind.elastic:
@@ -153,26 +129,29 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
     """
     # With another number sums may differ in their last bits; small matrices gain nothing from it, but many at once do.
     torch.set_num_threads(cores_for(1) if settings.island.batched_replicas else 1)
-    simulate = settings.network.kind.simulate or Simulation
-    simulation = simulate(settings.run.replicas, settings.network.simulated_conditions())
+    simulate, run = settings.network.kind.simulate or Simulation, settings.run
+    more = (run.observers,) if run.observers else ()  # other packages' networks may not know them
+    simulation = simulate(run.replicas, settings.network.simulated_conditions(), *more)
     store = HashStore()
-    stop = Stop(store, range(settings.run.replicas), range(settings.run.replicas))
+    stop = Stop(store, range(run.replicas), range(run.replicas))
     workload = settings.made_workload()
     kept = Kept(store, lambda: simulation.cluster.living, settings.figure)
-    coordination = Coordination(stop, kept)
     step = beginning.local_step(settings, folder) if resume else None
     endings = Endings()
 
     def replica(network: SimulatedNetwork) -> None:
+        device = pick_device(run.device, network.rank)
+        if network.rank >= run.replicas:
+            return observe_replicas(settings, network, network, step, stop_alone(), device, workload)
         if step and step not in (steps := checkpoint.steps_of(folder, network.rank)):
             kept.tell(network.rank, dict.fromkeys(steps))
             network.stay_dead()
-        device = pick_device(settings.run.device, network.rank)
+        coordination = Coordination(stop, kept, Shown.of(settings, network))
         trainer = Trainer(settings, network, folder, coordination, device, step, workload)
         logs.callback(trainer.log.events.close)  # the last one's end may have waited for room on the disk
         try:
             trainer.train()
-            endings.finish(trainer)
+            return endings.finish(trainer)
         except ReplicaDiedError:
             trainer.log.end("died")
             raise
@@ -190,7 +169,7 @@ def run_torch_replica(
     prepared: Callable[[], None],
     begun: Callable[[], None],
 ) -> bool:
-    """This process's part of a replica, under torchrun. Raises as `run_simulated` does.
+    """This process's part of a replica, or an observer, under torchrun. Raises as `run_simulated` does.
 
     Tells when this machine is `prepared`, and when the run has `begun` in the folder. Returns whether it has written
     the summary for its machine.
@@ -200,36 +179,58 @@ def run_torch_replica(
     use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     opened = settings.network.kind.open(settings.network.starting, settings.network.deadline)
     network = cast(TorchNetwork, opened)  # what starts processes offers what it does
-    mesh = settings.mesh()
-    coordinates = mesh.coordinates(network.process)
-    everyone = range(mesh.processes)
-    stop = Stop(network.store, everyone, [network.process])
+    mesh, process = settings.mesh(), network.process
+    observes = process >= mesh.processes
+    stop = stop_alone() if observes else Stop(network.store, range(mesh.processes), [process])
     with stopping_on_signals(stop):
         refuse_other_settings(network, settings)
-        own = beginning.Standing.of(folder, coordinates.replica, mesh.file_stem(coordinates), way)
-        standings = [
-            beginning.Standing(**told)
-            for told in all_gather_facts(network, vars(own), "standings", settings.network.deadline).values()
-        ]
-        step = beginning.first_step(standings, folder)
-        if beginning.RESTARTED in {standing.way for standing in standings}:
-            _clear_machines(settings, folder, way, network)
+        step, machines = _first_step(settings, folder, way, network)
         begun()
         if way == beginning.RESUMED:
-            write_settings(settings, folder)  # which may be other ones, in what may change
-        coordination = Coordination(stop, Kept(network.store, lambda: everyone, settings.figure))
-        device = pick_device(settings.run.device, local_rank())
-        trainer = Trainer(settings, network, folder, coordination, device, step)
-        machines = {process: standing.machine for process, standing in enumerate(standings)}
-        with closing(trainer.log.events):
-            differ = other_data(network, trainer.workload.digest(), settings.network.deadline)
-            if differ and network.process in beginning.summary_writers(mesh, machines):
-                told = "machines hold other data than each other; validation losses are not of the same samples"
-                trainer.log.warn(told)
-            trainer.train()
-            tells = _finish_with_those_left(trainer, network, mesh, machines)
+            beginning.write_settings(settings, folder)  # which may be other ones, in what may change
+        if observes:
+            device = pick_device(settings.run.device, local_rank())
+            observe_replicas(settings, network, network.among([process]), step, stop, device)
+        tells = not observes and _train(settings, folder, network, stop, step, machines)
     network.close()
     return tells
+
+
+def _first_step(settings: Settings, folder: Path, way: str, network: TorchNetwork) -> tuple[int | None, dict[int, str]]:
+    """The step that all replicas resume from, None for a new run, and the machine of each of their processes.
+
+    Raises UserError.
+    """
+    mesh, process = settings.mesh(), network.process
+    replica, stem = process, f"replica-{process}"  # an observer has no part in what replicas have written
+    if process < mesh.processes:
+        replica, stem = mesh.coordinates(process).replica, mesh.file_stem(mesh.coordinates(process))
+    own = beginning.Standing.of(folder, replica, stem, way)
+    told = all_gather_facts(network, vars(own), "standings", settings.network.deadline).values()
+    standings = [beginning.Standing(**one) for one in told][: mesh.processes]
+    step = beginning.first_step(standings, folder)
+    if beginning.RESTARTED in {standing.way for standing in standings}:
+        _clear_machines(settings, folder, way, network)
+    return step, {process: standing.machine for process, standing in enumerate(standings)}
+
+
+def _train(
+    settings: Settings, folder: Path, everyone: TorchNetwork, stop: Stop, step: int | None, machines: Mapping[int, str]
+) -> bool:
+    """Trains this process's part, to the end; whether it has written the summary for its machine."""
+    mesh, deadline = settings.mesh(), settings.network.deadline
+    network = everyone.between(range(mesh.processes)) if settings.run.observers else everyone
+    kept = Kept(network.store, lambda: range(mesh.processes), settings.figure)
+    coordination = Coordination(stop, kept, Shown.of(settings, everyone))
+    device = pick_device(settings.run.device, local_rank())
+    trainer = Trainer(settings, network, folder, coordination, device, step)
+    with closing(trainer.log.events):
+        differ = other_data(network, trainer.workload.digest(), deadline)
+        if differ and network.process in beginning.summary_writers(mesh, machines):
+            told = "machines hold other data than each other; validation losses are not of the same samples"
+            trainer.log.warn(told)
+        trainer.train()
+        return _finish_with_those_left(trainer, network, mesh, machines)
 
 
 def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh, machines: Mapping[int, str]) -> bool:
@@ -243,6 +244,8 @@ def _finish_with_those_left(trainer: Trainer, network: TorchNetwork, mesh: Mesh,
         trainer.log.warn(f"replicas lost: {lost}; the averaged weights and the summary are of the others")
     if mesh.coordinates(network.process).replica in beginning.writing_replicas(mesh, machines).values():
         write_results(trainer, summary, tells)
+    if network.process == min(machines):
+        trainer.show_the_end()
     write_events(trainer)
     return tells
 
@@ -281,7 +284,7 @@ def _clear_machines(settings: Settings, folder: Path, way: str, network: TorchNe
     if way == beginning.RESTARTED:
         try:
             beginning.clear(folder)
-            write_settings(settings, folder)
+            beginning.write_settings(settings, folder)
         except UserError as error:
             fault = str(error)
     if faults := list(filter(None, all_gather_facts(network, fault, "cleared", settings.network.deadline).values())):
@@ -315,7 +318,7 @@ def run_processes(settings: Settings, folder: Path, arguments: Sequence[str]) ->
         launcher = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=settings.mesh().processes,
+            nproc_per_node=settings.mesh().processes + settings.run.observers,
             run_id=folder.name,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",

@@ -1,4 +1,4 @@
-"""What rounds by the clock, observers, and plans of memory cannot go together with."""
+"""What rounds by the clock, observers, groups, traces, folders and plans of memory cannot go together with."""
 
 from __future__ import annotations
 
@@ -29,17 +29,26 @@ def check_clock(settings: Settings) -> None:
 def check_observer(settings: Settings) -> None:
     """Refuses an observer of what nobody can observe. Raises UserError."""
     run, island = settings.run, settings.island
-    if not run.observe:
+    if not (run.observe or run.observers):
         return
-    if not settings.network.kind.elastic:
+    if run.observe and not settings.network.kind.elastic:
         raise UserError(
-            "an observer is one more peer of a run on the internet, or of train --independent: give --observe to "
-            "farflung join, with that run's ticket"
+            "with --observe one joins a run on the internet, or of train --independent: give it to farflung join, with "
+            "that run's ticket; a run of one's own has --observers"
+        )
+    if run.observers and (settings.network.kind.elastic or settings.network.independent):
+        raise UserError(
+            "peers that come and go are observed by one more, which joins with: farflung join TICKET --observe; leave "
+            "out --observers"
         )
     if island.divided or island.swarm:
         raise UserError("an observer has the whole model in one process; leave out --stages, --shard and --swarm")
     if not settings.method().exchanges:
         raise UserError(f"method is {settings.rounds.method!r}, whose peers exchange nothing that one could observe")
+    if settings.method().dealing:
+        raise UserError(
+            f"method is {settings.rounds.method!r}, of whose model each replica trains a part; leave it out"
+        )
 
 
 def check_folder(settings: Settings) -> None:
@@ -72,3 +81,19 @@ def check_memory(settings: Settings) -> None:
     }
     if what := next((name for name, chosen in unfit.items() if chosen), None):
         raise UserError(f"memory is {island.memory!r}, which {what} cannot be planned with; leave out one of them")
+
+
+def check_groups(settings: Settings) -> None:
+    """Refuses groups that there are too few replicas for, where their number is known. Raises UserError."""
+    size, replicas = settings.rounds.group_size, settings.run.replicas
+    if size is not None and size > replicas and not settings.network.kind.elastic:
+        raise UserError(f"group_size is {size}, but replicas is {replicas}; choose a group_size of at most {replicas}")
+
+
+def check_profile(settings: Settings) -> None:
+    """Refuses to trace steps that there are not, or of replicas that share a process. Raises UserError."""
+    run = settings.run
+    if run.profile and settings.network.kind.simulate:
+        raise UserError(f"profile is {run.profile}, but simulated replicas take turns in one process; leave it out")
+    if run.profile and run.profiled[-1] > run.steps:
+        raise UserError(f"profile is {run.profile}, but the run has {run.steps} steps; give steps up to {run.steps}")

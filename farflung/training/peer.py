@@ -26,7 +26,7 @@ from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
-from farflung.training import beginning, island, launch, seats
+from farflung.training import beginning, island, launch, observing, seats
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, InternetNetwork, Peers
     from farflung.networks.peers.identity import Identity
+    from farflung.outer import Session
     from farflung.training.onlooker import OpenNetwork
 
 TICKET_SECONDS = 10.0
@@ -175,12 +176,23 @@ def run_peer(
 def _train(trainer: Trainer, joining: OpenNetwork | None, away: bool) -> None:
     """Trains, or observes, until the end."""
     if joining and trainer.settings.run.observe:
-        joining.tell_others(observes=1.0)
-        trainer.observe(joining.behind)
+        observing.observe(trainer, observing.Peers(joining, trainer.settings, trainer.step))
         return
     if joining:
         _begin_together(joining, trainer.step, trainer.stop, trainer.settings.network.deadline)
-    trainer.train(catch_up=away)
+    trainer.train(away, at_the_end=functools.partial(_stay_for_observers, trainer, joining))
+
+
+def _stay_for_observers(trainer: Trainer, joining: InternetNetwork | None, session: Session) -> None:
+    """Stays, for a deadline at most, until those who observe the run have the state after its last step."""
+    session.apply_pending()
+    run, ends = trainer.settings.run, time.monotonic() + trainer.settings.network.deadline
+
+    def wanted() -> bool:
+        leaves = trainer.stop.requested or time.monotonic() > ends
+        return joining is not None and not leaves and observing.is_observed(joining, run.steps)
+
+    session.give_while(wanted)
 
 
 def _prepare(near: TorchNetwork | None, settings: Settings, owns_folder: bool) -> None:

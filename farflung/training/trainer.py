@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,8 +39,8 @@ from farflung.training.terminal import say
 from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
-LOOK_SECONDS = 0.5
-"""How often an observer looks how far the others are."""
+if TYPE_CHECKING:
+    from farflung.training.observing import Source
 
 
 class Trainer:
@@ -69,7 +69,7 @@ class Trainer:
         workload: Workload | None = None,
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, device
-        self.stop, self.kept = coordination.stop, coordination.kept
+        self.stop, self.kept, self.shown = coordination.stop, coordination.kept, coordination.shown
         self.workload = workload or settings.made_workload()
         self.stop.at_once.append(getattr(self.workload, "let_go", lambda: None))
         self.island, self.network = seated(settings, self.workload, network, folder, device, self.stop)
@@ -114,10 +114,11 @@ class Trainer:
         """Inner steps of the run so far."""
         return self.progress.step
 
-    def train(self, catch_up: bool = False) -> None:
+    def train(self, catch_up: bool = False, at_the_end: Callable[[Session], object] = lambda _: None) -> None:
         """Trains to the last step. Raises StoppedError when asked to stop before, after a checkpoint where that can be.
 
-        To `catch_up` is to take the others' state first, on an elastic network where this replica was away.
+        To `catch_up` is to take the others' state first, on an elastic network where this replica was away. What is to
+        be done `at_the_end`, while the last round's state is there, is called with the session.
         """
         with contextlib.closing(self.saving):
             with self._attached() as session:
@@ -126,6 +127,7 @@ class Trainer:
                 self._judged_at = self.step
                 while self.step < self.settings.run.steps:
                     self._train_step(session)
+                at_the_end(session)
             self.island.after_step()  # leaving has applied what was pending
             self.island.stay()
             self._score = self.log.evaluate()  # first, so that the events that go with the checkpoint tell of it
@@ -133,21 +135,16 @@ class Trainer:
             self._end_saving(wait=True)
             self.log.end("finished")
 
-    def observe(self, behind: Callable[[int], float | None]) -> None:
-        """Takes the others' state after each of their rounds, as far as it keeps up; judges it, and keeps the best.
+    def observe(self, source: Source) -> None:
+        """Takes what a source has, as long as more comes; judges it, and keeps the best. It trains nothing.
 
-        It trains nothing. Ends with the run, or where nobody has trained for a deadline. `behind` tells by how many
-        steps a step is behind the others, None where nobody trains. Raises StoppedError.
+        Raises StoppedError.
         """
-        every, heard = self.method.schedule.every or 1, time.monotonic()
         with contextlib.closing(self.saving), self._attached() as session:
-            while self.step < self.settings.run.steps and time.monotonic() < heard + self.settings.network.deadline:
-                began, before = time.monotonic(), self.step
-                if (ahead := behind(self.step)) is not None:
-                    heard = began
-                    if before % every + ahead >= every and session.catch_up(CATCH_UP_SECONDS):
-                        self._count(session)
-                if self.step // every > before // every:
+            while not source.over:
+                began = time.monotonic()
+                if source.take(session):
+                    self._count(session)
                     self.island.after_step()
                     self._score = self.log.evaluate()
                     self.save(session)
@@ -157,9 +154,9 @@ class Trainer:
                     self._end_saving(wait=True)
                     self.log.end("stopped")
                     raise StoppedError(f"stopped after step {self.step}")
-                time.sleep(max(LOOK_SECONDS, time.monotonic() - began))  # so that it asks of the others half the time
+                source.pause(time.monotonic() - began)
             self._end_saving(wait=True)
-            self.log.end("finished")
+            self.log.end("finished" if self.step >= self.settings.run.steps else "stopped")
 
     @contextlib.contextmanager
     def _attached(self) -> Iterator[Session]:
@@ -245,6 +242,9 @@ class Trainer:
             """Whether a multiple was reached or passed."""
             return self.step // every > before // every
 
+        every = self.method.schedule.every or run.eval_every
+        if self.shown and comes(every) and not last:
+            self.shown.after_round(self.step // every, self.step, self.model)
         if comes(run.eval_every) and not last:
             session.average_buffers()
             self._score = self.log.evaluate()
@@ -296,6 +296,11 @@ class Trainer:
         self.kept.add(self.process, saved.step, saved.score)
         self.prune()
         self.log.checkpoint(saved.step, saved.seconds, saved.delayed)
+
+    def show_the_end(self) -> None:
+        """Shows observers the weights as they are now, which are the run's result."""
+        if self.shown:
+            self.shown.at_the_end(self.step, self.model)
 
     def prune(self) -> None:
         """Removes old checkpoints but the best, once all are known to have as many newer ones as are to be kept."""

@@ -56,11 +56,35 @@ class Score(NamedTuple):
             ) from error
 
 
+PNG_BEGINS, PNG_ENDS = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+"""What each PNG file begins with, and its last chunk."""
+
+
 class Picture(NamedTuple):
     """A sample that is looked at."""
 
     png: bytes
+    """A whole PNG file."""
     caption: str = ""
+
+    @classmethod
+    def or_text(cls, found: Any) -> str | Picture:
+        """What a workload's `sample` has given, as pages can show it. Raises UserError for what is none.
+
+        A lone half of a surrogate pair, which no file can hold, becomes a replacement character.
+        """
+        if isinstance(found, str):
+            return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if not (isinstance(found, cls) and isinstance(found.caption, str)):
+            raise UserError(f"the workload's sample is {found!r}; let it return text, or a Picture")
+        png = found.png
+        if not (isinstance(png, bytes) and png.startswith(PNG_BEGINS) and PNG_ENDS in png):
+            begins = f"{bytes(png[:8])!r}" if isinstance(png, bytes | bytearray) else f"a {type(png).__name__}"
+            raise UserError(
+                f"the workload's sample is a Picture of {begins}, which is no whole PNG file; give the bytes that "
+                "Pillow's save(file, 'PNG') writes"
+            )
+        return cls(png, str(cls.or_text(found.caption)))
 
 
 class Workload(Protocol):

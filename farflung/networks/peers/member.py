@@ -32,7 +32,8 @@ ALIVE_SECONDS = 20.0
 """A member that was not heard for so long counts as gone."""
 
 FACTS = (
-    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone", "observes", "requests"),
+    *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone"),
+    *("observes", "observed", "requests"),
     *("queue", "capacity", "microbatches_per_second", "sent", "bypassed", "validation_loss", "serves", "ended"),
 )
 """The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""

@@ -88,13 +88,14 @@ class SimulatedCollective:
 
 
 class SimulatedCluster:
-    """The replicas' clock and links, who is there, and their collectives."""
+    """The replicas' clock and links, who is there, and their collectives; observers have links, and are no members."""
 
-    def __init__(self, replicas: int, conditions: Conditions) -> None:
+    def __init__(self, replicas: int, conditions: Conditions, observers: int = 0) -> None:
         self.clock = Clock()
         self.conditions = conditions
-        self.fabric = Fabric(self.clock, conditions, replicas)
+        self.fabric = Fabric(self.clock, conditions, replicas + observers)
         self._everyone = tuple(range(replicas))
+        self._replicas = range(replicas)
         self._gone: set[int] = set()
         self._dead: set[int] = set()
         self._side: dict[int, Side] = {}
@@ -109,7 +110,7 @@ class SimulatedCluster:
 
     def members(self, rank: int) -> Group:
         """The living replicas that one can reach, itself included. Those whose work is done count as living."""
-        return self._members[self._side.get(rank, ())]
+        return self._members[self._side.get(rank, ())] if rank in self._replicas else (rank,)
 
     @property
     def living(self) -> Group:
@@ -240,6 +241,8 @@ class SimulatedCluster:
         self._members = {side: tuple(ranks) for side, ranks in sides.items()}
         for forming in list(self._forming.values()):
             for collective in forming:
+                if collective.group[-1] not in self._replicas:
+                    continue  # its group is one replica and one observer, whoever the members are
                 # Those who have yet to come will know other members, and may well come to another group.
                 dead = {rank: DIED for rank in collective.group if rank in self._dead}
                 self._give_up_on(collective, collective.missing(), dead)

@@ -44,18 +44,18 @@ class ReplicaDiedError(BaseException):
 
 
 class Simulation:
-    """The simulated replicas, and who of them runs now.
+    """The simulated replicas, and who of them runs now; after them come observers, which are nobody's members.
 
     Raises UserError for a number of replicas that is none.
     """
 
-    def __init__(self, replicas: int, conditions: Conditions | None = None) -> None:
+    def __init__(self, replicas: int, conditions: Conditions | None = None, observers: int = 0) -> None:
         if not isinstance(replicas, int) or replicas < 1:
             raise UserError(f"replicas is {replicas!r}; give a whole number, at least 1")
         self.conditions = conditions or Conditions()
-        self.cluster = SimulatedCluster(replicas, self.conditions)
+        self.cluster = SimulatedCluster(replicas, self.conditions, observers)
         self.cluster.when_dead = self._stop
-        self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas)]
+        self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas + observers)]
         self._ready: deque[SimulatedNetwork] = deque()
         self._met: list[_Visit] = []
 
