@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,16 @@ from farflung.codecs import Codec, Dense, Packet, as_codec
 from farflung.codecs.numbers import gaps_of, pack_numbers, unpack_numbers
 from farflung.codecs.topk import pack_places, packed_size, unpack_places
 from farflung.errors import UserError
+
+
+def crossing_named(name: str) -> Crossing:
+    """The crossing of a name: rows, rows-int4 or rows of another codec, top12.5. Raises UserError."""
+    kind, _, codec = name.partition("-")
+    if kind == "rows":
+        return DistinctRows(codec) if codec else DistinctRows()
+    if found := re.fullmatch(r"top(\d+(?:\.\d+)?)", name):
+        return LargestOfSample(float(found[1]) / 100)
+    raise UserError(f"crossing is {name!r}; give rows, rows-int8, rows-int4, or top12.5 for a sample's largest 12.5%")
 
 
 class Bags(NamedTuple):

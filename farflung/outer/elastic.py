@@ -262,7 +262,7 @@ class ElasticLoop(OuterLoop):
 
     def saved(self) -> None:
         """See Session."""
-        if self._values and self._lead(self._elastic.keeps):
+        if self._lead(self._elastic.keeps) and self._values:
             self._elastic.give(self.state())
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Checkpoint(Weights):
     """The names of its parameters, in the order in which the inner optimizer numbers them."""
     optimizer: dict[str, Any]
     """The inner optimizer's state_dict."""
+    dealt: NotRequired[dict[str, Any]]
+    """The state_dict of the optimizer of the tables that this replica has of those dealt out; empty without."""
     outer: dict[str, Any]
     """The state_dict of the rounds; in `cells` are anchors, outer state and codecs' memory of the cells kept here."""
     random: Tensor

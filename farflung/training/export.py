@@ -18,11 +18,12 @@ from farflung.tables import toml_table
 
 if TYPE_CHECKING:
     from farflung.pipeline import boundaries
-    from farflung.training import checkpoint, events, resharding
+    from farflung.training import checkpoint, dealt_tables, events, resharding
     from farflung.workloads import Language, Workload
 else:
     boundaries, checkpoint = Later("farflung.pipeline.boundaries"), Later("farflung.training.checkpoint")
     events, resharding = Later("farflung.training.events"), Later("farflung.training.resharding")
+    dealt_tables = Later("farflung.training.dealt_tables")
 
 
 def export(folder: Path, target: Path, best: bool = False, adapter: bool = False) -> str:
@@ -157,8 +158,13 @@ def _best(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
 def _mean_weights(replicas: Sequence[Sequence[Path]], settings: Settings) -> dict[str, Any]:
     """The mean of some replicas' checkpoints; of those that have dealt out one model, that model."""
     mean = resharding.mean_weights(replicas)
+    workload = settings.made_workload()
+    if dealt_tables.crossing_of(workload) and not workload.outline().state_dict().keys() <= mean.keys():
+        raise UserError(
+            "some of the tables that replicas have dealt out lie elsewhere; copy the folders of all machines together"
+        )
     if dealing := settings.method().dealing:
-        dealing.assemble(mean, settings.made_workload().outline(), len(replicas))
+        dealing.assemble(mean, workload.outline(), len(replicas))
     return mean
 
 

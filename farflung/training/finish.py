@@ -68,6 +68,8 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     """
     own = _own_facts(trainer)
     trainer.tail.apply()
+    if trainer.dealt:
+        trainer.dealt.gather()
     (fragment,) = split(trainer.model, 1)
     weights = fragment.message(fragment.read())
     mean, facts = together(lambda network: _met(trainer, network, weights, own))

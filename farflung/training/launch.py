@@ -34,6 +34,7 @@ from farflung.training.agreement import all_gather_facts, other_data, refuse_oth
 from farflung.training.batched import check_batched
 from farflung.training.cautions import cautions
 from farflung.training.dealing import check_dealing
+from farflung.training.dealt_tables import check_tables
 from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
@@ -79,6 +80,7 @@ def check_settings(settings: Settings) -> None:
     settings.method()
     check_groups(settings)
     check_dealing(settings)
+    check_tables(settings)
     check_profile(settings)
     check_network(settings)
     check_clock(settings)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from farflung.files import beside
+from farflung.training.terminal import say
 
 
 class Profile:
@@ -35,6 +36,14 @@ class Profile:
             self._tracing.start()
         with torch.profiler.record_function(f"step {number}"):
             yield
+
+    def end(self, number: int, steps: str, warn: Callable[[str], None]) -> None:
+        """Ends a step, and tells of the trace of the `steps` if it was their last; what fails ends no training."""
+        try:
+            if self.written(number):
+                say(f"trace of steps {steps}: {self.path}; open it at ui.perfetto.dev")
+        except (OSError, RuntimeError) as error:
+            warn(f"no trace of steps {steps}: {error}")
 
     def written(self, number: int) -> bool:
         """Writes the trace, if a step was its last; whether it was. Raises OSError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,15 @@ def whole_weights(paths: Sequence[Path]) -> Named:
 def mean_weights(replicas: Sequence[Sequence[Path]]) -> Named:
     """The mean of some replicas' weights, from the files of the parts of each; only one of them is read at a time."""
     mean: Named = {}
+    having = Counter[str]()
     for paths in replicas:
         for name, value in whole_weights(paths).items():
+            having[name] += 1
             share = value.double() / len(replicas) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
-    return mean
+    # Of tables that replicas have dealt out, each has some.
+    partly = {name: len(replicas) / count for name, count in having.items() if count < len(replicas)}
+    return mean | {name: mean[name] * times for name, times in partly.items() if mean[name].is_floating_point()}
 
 
 def _whole_model(parts: list[Checkpoint]) -> Named:

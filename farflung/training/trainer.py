@@ -24,6 +24,7 @@ from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
+from farflung.training.dealt_tables import DealtTables
 from farflung.training.events import EventLog, scores
 from farflung.training.fitting import fitting
 from farflung.training.kept import Coordination
@@ -35,7 +36,6 @@ from farflung.training.saving import Saving
 from farflung.training.seats import seated
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
-from farflung.training.terminal import say
 from farflung.training.writing import Writing
 from farflung.workloads import Workload
 
@@ -79,10 +79,14 @@ class Trainer:
         self.file_stem = mesh.file_stem(coordinates)
         self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
         self.lr = settings.inner.lr or self.method.inner.lr
-        named = trainable(self.model).items()
-        make = partial(self.method.inner.make, lr=self.lr, weight_decay=settings.inner.weight_decay)
-        self.optimizer = make(named)
+        inner, decay = dataclasses.replace(self.method.inner, lr=self.lr), settings.inner.weight_decay
+        make = partial(inner.make, lr=self.lr, weight_decay=decay)
+        self.dealt = DealtTables.of(self.workload, self.model, self.network, settings.network.deadline)
+        rest = set(self.dealt.rest.parameters()) if self.dealt else set(self.model.parameters())
+        self.optimizer = make((name, one) for name, one in trainable(self.model).items() if one in rest)
         self.island.steps_with(self.optimizer)
+        if self.dealt:
+            self.dealt.step_after(self.optimizer, inner, decay)
         place = mesh.first + self.process  # dropout differs between processes
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
@@ -106,7 +110,8 @@ class Trainer:
         self.profile = Profile(traced, folder / "profile" / f"{self.file_stem}-steps-{settings.run.profile}.json")
         self._resumed = resume_step is not None
         # All processes of an island would have to agree on the time; and a simulated run is the same each time.
-        writes = first and not (settings.island.divided or network.timed) and device.type in ("cpu", "cuda")
+        alone = not (settings.island.divided or network.timed or self.dealt)
+        writes = first and alone and device.type in ("cpu", "cuda")
         self.writing = Writing(self.island, settings.run.text_share if writes else 0.0)
 
     @property
@@ -167,7 +172,7 @@ class Trainer:
             self.log.warn(slow)
         rounds, network = self.settings.rounds, self.settings.network
         session = self.method.attach(
-            self.model,
+            self.dealt.rest if self.dealt else self.model,
             self.optimizer,
             self.network,
             outer_device=None if rounds.outer_device == "model" else rounds.outer_device,
@@ -190,7 +195,7 @@ class Trainer:
             told = self._computed(session)
             self.progress.trained += 1
             self._tell(*told)
-        self._end_profile(number)
+        self.profile.end(number, self.settings.run.profile, self.log.warn)
         if session.together:
             self._judge_and_keep(session)
 
@@ -225,13 +230,6 @@ class Trainer:
             self.log.step(loss, lr, self.device)
             if self.writing.due():
                 self.log.text(self.writing, self.device)
-
-    def _end_profile(self, number: int) -> None:
-        try:
-            if self.profile.written(number):
-                say(f"trace of steps {self.settings.run.profile}: {self.profile.path}; open it at ui.perfetto.dev")
-        except (OSError, RuntimeError) as error:
-            self.log.warn(f"no trace of steps {self.settings.run.profile}: {error}")
 
     def _judge_and_keep(self, session: Session) -> None:
         """After a step of all: evaluates, writes a checkpoint, or stops where it is due. Raises StoppedError."""
@@ -347,6 +345,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "buffers": buffer_names(self.model),
             "optimizer": self.optimizer.state_dict(),
+            "dealt": self.dealt.state_dict() if self.dealt else {},
             "outer": session.state_dict(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
@@ -365,6 +364,8 @@ class Trainer:
     def _restore(self, state: Checkpoint, session: Session) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.dealt:
+            self.dealt.load_state_dict(state["dealt"])
         rounds = state["outer"]
         if not session.has_cells(rounds):
             rounds = whole_rounds(self.folder, self.step, self.island.coordinates.replica)

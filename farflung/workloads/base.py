@@ -102,7 +102,9 @@ class Workload(Protocol):
     those of each come, by its name, in so many. Where its data may change, or comes piece by piece,
     it has `known`: a table of what it has found out of it, by its names, which checkpoints keep, and a resumed run puts
     back; a run that has found otherwise of a name meanwhile is refused. Where nobody is to wait for a piece any more,
-    it has `let_go()`.
+    it has `let_go()`. Where replicas may deal tables of embeddings out among themselves, it has `crossing`: how rows
+    cross between them, "" where each has all; and `tables_and_rest(model)`: the tables, which can be given out and
+    taken back as those of `clicks.model.Tables` can, and the module that is the rest.
     """
 
     Settings: Any

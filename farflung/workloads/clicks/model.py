@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+LookUp = Callable[[list[tuple[Tensor, Tensor]]], Tensor]
+"""From the arguments of each table's nn.EmbeddingBag to what is looked up: (clicks, tables, width)."""
 
 
 class Tables(nn.Module):
@@ -24,9 +27,27 @@ class Tables(nn.Module):
         # Names without numbers of their own: Muon takes matrices of numbered layers, which tables are not.
         bags = {f"table{n}": nn.EmbeddingBag(count, width, mode="sum", sparse=sparse) for n, count in enumerate(rows)}
         self.bags = nn.ModuleDict(bags)
+        self._look_up: LookUp | None = None
+
+    def whole(self) -> list[nn.EmbeddingBag]:
+        """The tables, in order."""
+        return [bag for bag in self.bags.values() if isinstance(bag, nn.EmbeddingBag)]
+
+    def give_out(self, keeps: Sequence[int], look_up: LookUp) -> None:
+        """Keeps only these tables, under the names that they had; rows are then looked up elsewhere."""
+        self.bags = nn.ModuleDict({f"table{n}": self.bags[f"table{n}"] for n in keeps})
+        self._look_up = look_up
+
+    def take_back(self, weights: Sequence[Tensor]) -> None:
+        """Has all tables again, with these weights."""
+        bags = [nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum") for weight in weights]
+        self.bags = nn.ModuleDict({f"table{n}": bag for n, bag in enumerate(bags)})
+        self._look_up = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """(clicks, tables, width), of a row (clicks, tables) of each table."""
+        if self._look_up:
+            return self._look_up(bags_of(rows))
         found = zip(self.bags.values(), bags_of(rows), strict=True)
         return torch.stack([bag(ids, offsets) for bag, (ids, offsets) in found], dim=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from farflung.tables import BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
@@ -27,5 +28,9 @@ class ClicksSettings(Checked):
     """Numbers in a row of a table."""
     hidden: int = setting(64, least=1)
     """Numbers in each hidden layer."""
+    tables: Literal["copied", "dealt"] = "copied"
+    """copied: each replica has all tables; dealt: each holds and trains some, and looks rows up in all."""
+    crossing: str = "rows"
+    """What crosses of dealt tables: rows, rows-int8, rows-int4, or a sample's largest values, as top12.5 (percent)."""
     eval_clicks: int = setting(20_000, least=2)
     """Held-out clicks, at most, that the model is judged by."""

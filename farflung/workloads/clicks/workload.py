@@ -113,6 +113,15 @@ class Recommender:
             )
         return held
 
+    @property
+    def crossing(self) -> str:
+        """See Workload."""
+        return self.settings.crossing if self.settings.tables == "dealt" else ""
+
+    def tables_and_rest(self, made: model.DLRM) -> tuple[model.Tables, nn.Module]:
+        """See Workload."""
+        return made.tables, made.interactions
+
     def check(self) -> None:
         """See Workload."""
         for data in (self.settings.data, self.settings.validation):
