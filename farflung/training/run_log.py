@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from farflung.events import (
     CheckpointEvent,
@@ -66,7 +67,10 @@ class Progress:
 
 @dataclass
 class RunLog:
-    """Writes one process's events. Its trainer keeps `progress`, and counts units in `rate`."""
+    """Writes one process's events. Its trainer keeps `progress`, and counts units in `rate`.
+
+    `averaged` is the model, or the part of it that all replicas have.
+    """
 
     settings: Settings
     workload: Workload
@@ -74,6 +78,7 @@ class RunLog:
     network: Network
     events: EventLog
     progress: Progress
+    averaged: nn.Module
 
     def __post_init__(self) -> None:
         self.rate = Rate(self.network)
@@ -261,8 +266,8 @@ class RunLog:
 
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones."""
-        named = trainable(self.island.model)
-        return self.island.total(sampled(named, layout_of(self.island.model, named), SAMPLED_WEIGHTS))
+        named = trainable(self.averaged)
+        return self.island.total(sampled(named, layout_of(self.averaged, named), SAMPLED_WEIGHTS))
 
 
 def _told(figures: Mapping[str, float]) -> dict[str, float | None] | None:

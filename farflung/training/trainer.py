@@ -82,8 +82,9 @@ class Trainer:
         inner, decay = dataclasses.replace(self.method.inner, lr=self.lr), settings.inner.weight_decay
         make = partial(inner.make, lr=self.lr, weight_decay=decay)
         self.dealt = DealtTables.of(self.workload, self.model, self.network, settings.network.deadline)
-        rest = set(self.dealt.rest.parameters()) if self.dealt else set(self.model.parameters())
-        self.optimizer = make((name, one) for name, one in trainable(self.model).items() if one in rest)
+        self.averaged = self.dealt.rest if self.dealt else self.model
+        held = set(self.averaged.parameters())
+        self.optimizer = make((name, one) for name, one in trainable(self.model).items() if one in held)
         self.island.steps_with(self.optimizer)
         if self.dealt:
             self.dealt.step_after(self.optimizer, inner, decay)
@@ -100,7 +101,7 @@ class Trainer:
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
         events = self._event_log(network, resume_step)
-        self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress)
+        self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress, self.averaged)
         plan = folder / "memory" / f"{self.file_stem}.json"
         self._compute = fitting(self.island, self.optimizer, make, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
@@ -172,7 +173,7 @@ class Trainer:
             self.log.warn(slow)
         rounds, network = self.settings.rounds, self.settings.network
         session = self.method.attach(
-            self.dealt.rest if self.dealt else self.model,
+            self.averaged,
             self.optimizer,
             self.network,
             outer_device=None if rounds.outer_device == "model" else rounds.outer_device,
