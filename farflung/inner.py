@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
 from farflung.hooks.wholes import Wholes
+
+Scale = Literal["rms", "fans"]
+"""What the size of Muon's steps follows from."""
 
 TOGETHER = 1 << 22
 """The most values of matrices that Muon orthogonalises at once; of larger ones it takes one after the other."""
@@ -26,6 +29,15 @@ class Inner:
 
     make: Callable[..., torch.optim.Optimizer]
     lr: float
+    settings: tuple[str, ...] = ()
+    """What else `make` may be given."""
+
+    def having(self, **chosen: Any) -> Inner:
+        """The same with other settings of Muon; None leaves one as it is. Raises UserError where it is no Muon."""
+        given = {name: value for name, value in chosen.items() if value is not None}
+        if unknown := [name for name in given if name not in self.settings]:
+            raise UserError(f"muon_{unknown[0]} is {given[unknown[0]]}, which only Muon has; leave it out, or use muon")
+        return replace(self, make=partial(self.make, **given)) if given else self
 
 
 ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)
@@ -50,19 +62,41 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices: steps along the orthogonal factor of the gradients' mean, with Nesterov's momentum.
+    """For matrices: steps along the orthogonal factor of the gradients' mean, by default with Nesterov's momentum.
 
     Matrices of one shape are orthogonalised together. Those that FSDP2 has sharded come together whole, each in one of
     the processes, which must all step alike. On processors, unlike `torch.optim.Muon`, it computes in float32: most of
-    them have no bfloat16 and are ten times as slow with it. Steps are as large as AdamW's (arXiv 2502.16982), so one
-    learning rate serves both.
+    them have no bfloat16 and are ten times as slow with it.
+
+    Args:
+        matrices: named ones, or not.
+        lr: the learning rate.
+        weight_decay: as AdamW's.
+        momentum: of the gradients' mean.
+        nesterov: whether it looks ahead: along lerp(gradient, mean, momentum), and not along the mean.
+        scale: "rms" makes steps as large as AdamW's, 0.2·√max(rows, columns), so that one learning rate serves both
+            (arXiv 2502.16982); "fans" makes them √(rows / columns), as in MuLoCo (arXiv 2505.23725).
     """
 
     wholes: Wholes | None = None
     """What brings matrices together of which this process has rows; None where they are whole."""
 
-    def __init__(self, matrices: Any, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(
+        self,
+        matrices: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "rms",
+    ) -> None:
+        chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale}
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, **chosen})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies, pickles and states, also those of versions that had fewer settings."""
+        super().__setstate__(state)
+        _fill_in(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See Optimizer."""
@@ -92,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _means(self, group: dict[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """The gradients' means as Nesterov's momentum looks ahead, of this process's rows."""
+        """The gradients' means, as Nesterov's momentum looks ahead if it does, of this process's rows."""
         gradients, means = {}, []
         for name, parameter in named.items():
             if parameter.grad is not None:
@@ -105,7 +139,9 @@ class Muon(torch.optim.Optimizer):
             return {}
         each = list(gradients.values())
         torch._foreach_lerp_(means, each, 1 - group["momentum"])
-        return dict(zip(gradients, torch._foreach_lerp(each, means, group["momentum"]), strict=True))
+        # Copies: what comes together whole is written over.
+        ahead = torch._foreach_lerp(each, means, group["momentum"] if group["nesterov"] else 1.0)
+        return dict(zip(gradients, ahead, strict=True))
 
     def _move(
         self, group: dict[str, Any], named: Mapping[str, nn.Parameter], updates: Mapping[str, torch.Tensor]
@@ -114,9 +150,24 @@ class Muon(torch.optim.Optimizer):
         if moved:
             shapes = self.wholes.shapes if self.wholes else {name: p.shape for name, p in moved.items()}
             weights = [own_of(parameter) for parameter in moved.values()]
-            sizes = [-group["lr"] * 0.2 * max(shapes[name]) ** 0.5 for name in moved]
+            size = _SIZES[group["scale"]]
+            sizes = [-group["lr"] * size(*shapes[name]) for name in moved]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, torch._foreach_mul([updates[name] for name in moved], sizes))
+
+
+_SIZES: dict[str, Callable[[int, int], float]] = {
+    "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "fans": lambda rows, columns: (rows / columns) ** 0.5,
+}
+
+
+def _fill_in(groups: Iterable[dict[str, Any]]) -> None:
+    """Gives Muon's groups the settings that the version before did not have."""
+    for group in groups:
+        if "momentum" in group:
+            group.setdefault("nesterov", True)
+            group.setdefault("scale", "rms")
 
 
 def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:
@@ -158,11 +209,15 @@ def newton_schulz(wide: torch.Tensor) -> torch.Tensor:
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices of a model's layers, AdamW for all else: embeddings, head, norms, biases.
 
-    A matrix is a layer's where its name has a number in it, as those in an `nn.ModuleList` have.
+    A matrix is a layer's where its name has a number in it, as those in an `nn.ModuleList` have. Settings besides the
+    learning rate and the weight decay are Muon's.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], lr: float = 1e-3, weight_decay: float = 0.1, **of_muon: Any
+    ) -> None:
         self._parts: list[torch.optim.Optimizer] = []
+        self._of_muon = of_muon
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,8 +226,8 @@ class MuonAdamW(torch.optim.Optimizer):
         if not all(isinstance(entry, tuple) for entry in named):
             raise UserError("MuonAdamW tells a layer's matrices by their names; give it model.named_parameters()")
         settings = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
-        kinds: tuple[tuple[Callable[..., torch.optim.Optimizer], bool], ...] = ((Muon, True), (ADAMW.make, False))
-        for kind, of_layers in kinds:
+        muon: Callable[..., torch.optim.Optimizer] = partial(Muon, **self._of_muon)
+        for kind, of_layers in ((muon, True), (ADAMW.make, False)):
             if chosen := [(name, p) for name, p in named if _is_matrix_of_layer(name, p.ndim) is of_layers]:
                 part = kind(chosen, **settings)
                 super().add_param_group(part.param_groups[0])
@@ -192,11 +247,12 @@ class MuonAdamW(torch.optim.Optimizer):
             part.param_groups, part.state = [group], self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_parts": self._parts}
+        return {**super().__getstate__(), "_parts": self._parts, "_of_muon": self._of_muon}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For copies and pickles; `load_state_dict` calls it, too."""
         super().__setstate__(state)
+        _fill_in(self.param_groups)
         self._share()
 
     def step(self, closure: Any = None) -> Any:
@@ -216,10 +272,13 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
         return None if closure is None else closure()
 
 
-MUON = Inner(MuonAdamW, lr=1e-2)
+_OF_MUON = ("momentum", "nesterov", "scale")
+MUON = Inner(MuonAdamW, lr=1e-2, settings=_OF_MUON)
+MULOCO = Inner(partial(MuonAdamW, momentum=0.9, nesterov=False, scale="fans"), lr=2e-2, settings=_OF_MUON)
+"""As MuLoCo's authors have it (arXiv 2505.23725); they also take a weight decay of 0.005 or less."""
 SIGN = Inner(SignSGD, lr=1e-2)
 
-INNER = {"adamw": ADAMW, "muon": MUON, "sign": SIGN}
+INNER = {"adamw": ADAMW, "muon": MUON, "muloco": MULOCO, "sign": SIGN}
 """Inner optimizers by the names that settings give them."""
 
 

@@ -120,8 +120,14 @@ class RunSettings(Checked):
 class InnerSettings(Checked):
     """How each replica trains."""
 
-    inner: Literal["adamw", "muon", "sign"] | None = None
+    inner: Literal["adamw", "muon", "muloco", "sign"] | None = None
     """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: the method's, mostly muon."""
+    muon_momentum: float | None = setting(None, least=0, below=1)
+    """Muon's momentum; unset: 0.95, or 0.9 with muloco."""
+    muon_nesterov: bool | None = None
+    """Whether Muon's momentum looks ahead, as Nesterov's does; unset: True, or False with muloco."""
+    muon_scale: Literal["rms", "fans"] | None = None
+    """Muon's steps; rms: as large as AdamW's; fans: by the root of rows / columns. Unset: rms, or fans with muloco."""
     lr: float | None = setting(None, above=0, may_differ=AFTER_RESUME)
     """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
     warmup: int = setting(40, least=0)
@@ -203,7 +209,9 @@ class Settings:
     def method(self) -> Method:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
-        return replace(method, inner=inner.INNER[self.inner.inner]) if self.inner.inner else method
+        chosen, own = inner.INNER[self.inner.inner] if self.inner.inner else method.inner, self.inner
+        made = chosen.having(momentum=own.muon_momentum, nesterov=own.muon_nesterov, scale=own.muon_scale)
+        return replace(method, inner=made)
 
     @property
     def by_clock(self) -> bool:
@@ -242,9 +250,11 @@ class Settings:
 
     def settled(self) -> Settings:
         """With what a run takes where they do not say, such as the learning rate. Raises UserError."""
-        chosen = self.method().inner
-        name = next((name for name, known in inner.INNER.items() if known is chosen), None)  # None: a method's very own
-        return self.changed(inner=name, lr=self.inner.lr or chosen.lr).with_settled_workload()
+        usual = methods.chosen(self.rounds, self.run.seed, self.run.steps).inner
+        own = next((name for name, known in inner.INNER.items() if known is usual), None)  # None: a method's very own
+        return self.changed(
+            inner=self.inner.inner or own, lr=self.inner.lr or self.method().inner.lr
+        ).with_settled_workload()
 
     def with_settled_workload(self) -> Settings:
         """With what only the workload finds out, as the hash of the base that adapters are for. Raises UserError."""

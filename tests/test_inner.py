@@ -19,7 +19,7 @@ from torch import nn
 
 from farflung import inner
 from farflung.errors import UserError
-from farflung.inner import MUON, SIGN, Muon, MuonAdamW, names_of
+from farflung.inner import MULOCO, MUON, SIGN, Muon, MuonAdamW, names_of
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
@@ -94,6 +94,47 @@ def test_muons_steps_are_those_of_its_polynomial_on_singular_values(shape: tuple
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * 0.2 * np.sqrt(max(shape)) * (left * values) @ right
     np.testing.assert_allclose(parameter.detach().numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8)])
+def test_mulocos_steps_are_along_the_plain_mean_and_by_the_root_of_rows_over_columns(shape: tuple[int, int]) -> None:
+    """Of a matrix of equal singular values the factor is that matrix over that value, but for its polynomial."""
+    corner, other = torch.eye(*shape), torch.eye(*shape).flip(1)
+    parameter = nn.Parameter(torch.zeros(shape))
+    optimizer = MULOCO.make([("layers.0.weight", parameter)], lr=0.1, weight_decay=0.0)
+    for gradient, momentum in ((corner, corner), (other, 0.9 * 0.1 * corner + 0.1 * other)):
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        step = (before - parameter.detach()) / (0.1 * (shape[0] / shape[1]) ** 0.5)
+        left, values, right = torch.linalg.svd(momentum, full_matrices=False)
+        through = left.mT @ step @ right.mT  # the polynomial brings singular values to 0.7 … 1.2
+        torch.testing.assert_close(through, torch.diag(through.diagonal()), atol=1e-4, rtol=0)
+        assert ((through.diagonal() > 0.65) & (through.diagonal() < 1.25)).all()
+
+
+def test_flags_change_one_thing_each_of_muon_and_survive_the_run_folder() -> None:
+    for flags in ({"muon_momentum": 0.8}, {"muon_nesterov": True, "inner": "muloco"}, {"muon_scale": "fans"}):
+        settled = Settings.of(**flags).settled()
+        assert settled.inner.inner == flags.get("inner", "muon") and settled.settled() == settled
+        (group,) = settled.method().inner.make([("layers.0.weight", nn.Parameter(torch.ones(2, 2)))]).param_groups
+        base = MULOCO if "inner" in flags else MUON
+        (usual,) = base.make([("layers.0.weight", nn.Parameter(torch.ones(2, 2)))]).param_groups
+        changed = {f"muon_{name}" for name, value in group.items() if name != "params" and value != usual[name]}
+        assert changed == flags.keys() - {"inner"}
+
+
+def test_muons_state_of_the_version_before_is_taken() -> None:
+    optimizer = MUON.make(list(Small().named_parameters()))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.pop("nesterov", None), group.pop("scale", None)
+    optimizer.load_state_dict(state)
+    trained(Small(), [optimizer], range(1))
+    assert [(group.get("nesterov"), group.get("scale")) for group in optimizer.param_groups] == [
+        (True, "rms"),
+        (None, None),
+    ]
 
 
 def test_matrices_of_many_shapes_step_as_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +309,8 @@ def test_shares_apart_train_otherwise_and_need_enough_text(tmp_path: Path) -> No
         ({"method": "eager-diloco", "every_final": 90}, "without every_final"),
         ({"shares": "apart", "network": "internet"}, "the number of replicas is not known"),
         ({"tail_average": 1.5}, "tail_average is 1.5; it must be at most 1"),
-        ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, sign"),
+        ({"inner": "adamw", "muon_momentum": 0.5}, "muon_momentum is 0.5, which only Muon has; leave it out"),
+        ({"inner": "adam"}, "inner is 'adam'; it must be one of adamw, muon, muloco, sign"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_starts(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
