@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.methods import Method
 from farflung.networks import Network, SimulatedNetwork, Simulation, TorchNetwork
+from farflung.outer import MomentumSchedule
 
 STEPS, REPLICAS = 14, 3
 
 PARTS: dict[str, Callable[[], Method]] = {
     "rda": lambda: replace(methods.diloco(every=4), fuse="rda"),
     "rda in few bits, late": lambda: replace(methods.streaming_diloco(every=4, codec="ef-int4"), fuse="rda"),
+    "outer momentum": lambda: replace(methods.diloco(every=4), momentum=MomentumSchedule(0.8, 6, 0.2, STEPS)),
 }
 
 

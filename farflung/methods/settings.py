@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Doc
 
-from farflung import codecs
+from farflung import codecs, outer
 from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
 from farflung.methods.limits import LIMITS
@@ -35,6 +35,10 @@ class RoundSettings(Checked):
     """Learning rate of the outer optimizer."""
     outer_momentum: float | None = limited(None, LIMITS["outer_momentum"])
     """Momentum of the outer optimizer."""
+    outer_momentum_warmup: int | None = setting(None, least=1)
+    """Inner steps in which the outer momentum rises from 0; unset: none."""
+    outer_momentum_final: float | None = limited(None, LIMITS["outer_momentum"])
+    """The outer momentum at the end of the run, to which it falls along a line; unset: it stays."""
     codec: str | None = None
     """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
     merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
@@ -91,13 +95,12 @@ class RoundSettings(Checked):
 def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
     """The method that the settings name, with those of its settings that are not left at its defaults.
 
-    `steps` are the inner steps of the whole run, which `every_final` is about. Raises UserError for a setting that the
-    method does not have.
+    `steps` are the inner steps of the whole run, which `every_final` and the outer momentum are about. Raises UserError
+    for a setting that the method does not have.
     """
     known, given = defaults_of(rounds.method), rounds.given()
-    asked = [*given, *(["every_final"] if rounds.every_final is not None else [])]
-    for name in asked:
-        if name not in known and not (name == "every_final" and "every" in known):
+    for name, needs in {**{name: name for name in given}, **_of_others(rounds)}.items():
+        if needs not in known:
             settings = ", ".join(setting for setting in vars(rounds) if setting in known) or "none"
             raise UserError(f"{rounds.method} has no setting {name}; remove it (its settings: {settings})")
     if "codec" in given:
@@ -107,4 +110,18 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
     method = replace(RECIPES[rounds.method](**given), fuse=rounds.fuse)
     if rounds.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
+    if rounds.outer_momentum_warmup or rounds.outer_momentum_final is not None:
+        highest = given.get("outer_momentum", known["outer_momentum"])
+        changing = outer.MomentumSchedule(highest, rounds.outer_momentum_warmup, rounds.outer_momentum_final, steps)
+        method = replace(method, momentum=changing)
     return method
+
+
+def _of_others(rounds: RoundSettings) -> dict[str, str]:
+    """Chosen settings that say how another one changes in the course of a run, with that one's name."""
+    changes = {
+        "every_final": "every",
+        "outer_momentum_warmup": "outer_momentum",
+        "outer_momentum_final": "outer_momentum",
+    }
+    return {name: of for name, of in changes.items() if getattr(rounds, name) not in (None, 0)}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from farflung.outer.loop import OuterLoop
     from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
     from farflung.outer.method import Method
+    from farflung.outer.momentum import MomentumSchedule
     from farflung.outer.optimizers import (
         Average,
         GossipNesterov,
@@ -45,6 +46,7 @@ __all__ = [
     "Merge",
     "Method",
     "Mix",
+    "MomentumSchedule",
     "Options",
     "Outcome",
     "OuterFactory",

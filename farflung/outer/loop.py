@@ -115,6 +115,8 @@ class OuterLoop(Session):
         if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
             self._look()
         self._held = False
+        if self.method.momentum:
+            self.method.momentum.steer(self.outer, self.step)
         for due in self._rounds.after(self.step):
             if isinstance(due, Sync):
                 self._held = True

@@ -27,6 +27,7 @@ from farflung.outer.fusing import Fuse
 from farflung.outer.gradients import GradientLoop
 from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep, Merge, as_merge
+from farflung.outer.momentum import MomentumSchedule
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.options import Options, completed
 from farflung.outer.schedules import Schedule
@@ -50,6 +51,7 @@ class Method:
         averaging: how groups of more than two average packets: "whole" by all-gather, or in "parts" by reduce-scatter
             and all-gather, encoded twice, so that bytes do not grow with the group.
         fuse: how pseudo-gradients become one: by their "mean", or by "rda", the means of their lengths and directions.
+        momentum: how the outer momentum changes while the run goes on; None leaves it as `outer` has it.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
         dealing: what units of the model replicas deal out among them; None for replicas that train all of it.
@@ -66,6 +68,7 @@ class Method:
     inner: Inner = MUON
     needs_inner: type[torch.optim.Optimizer] | None = None
     fuse: Fuse = "mean"
+    momentum: MomentumSchedule | None = None
     dealing: Dealing | None = None
     cut: str = ""
     check_open = Formerly("check_elastic")
@@ -93,6 +96,8 @@ class Method:
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
 
+        if self.momentum and self.outer is None:
+            raise UserError("an outer momentum is to change, and this method has no outer optimizer; leave it out")
         if self.fuse != "mean":
             self._check_fuse()
 

@@ -1,0 +1,67 @@
+"""An outer momentum that rises and falls, against Nesterov's formula by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.errors import UserError
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import Method, MomentumSchedule, Schedule
+from farflung.settings import Settings
+
+
+def test_it_rises_along_a_line_and_falls_along_another() -> None:
+    schedule = MomentumSchedule(highest=0.8, warmup=10, final=0.2, steps=40)
+    seen = [schedule.at(step) for step in (0, 5, 10, 25, 40, 99)]
+    assert seen == pytest.approx([0.0, 0.4, 0.8, 0.5, 0.2, 0.2])
+    assert [MomentumSchedule(0.8, warmup=4).at(step) for step in (1, 4, 1000)] == pytest.approx([0.2, 0.8, 0.8])
+    assert MomentumSchedule(0.8).at(0) == 0.8
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_rounds_step_with_the_momentum_of_their_time(delay: int) -> None:
+    """Steps of 1 and of 3 in rounds of two: Δ is -4; buf ← μ·buf + Δ; φ ← φ - lr·(Δ + μ·buf)."""
+    settings = {"method": "diloco", "every": 2, "delay": delay, "outer_lr": 0.5, "outer_momentum": 0.8}
+    method = Settings.of(**settings, outer_momentum_warmup=6, outer_momentum_final=0.3, steps=20).method()
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with method.attach(model, optimizer, network) as outer:
+            for _ in range(20 + delay):
+                model.weight.grad = torch.full_like(model.weight, -1.0 - 2 * network.rank)
+                optimizer.step()
+        return outer.anchors[0]  # type: ignore[attr-defined, no-any-return]
+
+    position, buffer = 0.0, 0.0
+    for landed in range(2 + delay, 21 + delay, 2):
+        rise, fall = 0.8 * landed / 6, 0.8 - 0.5 * min(1.0, (landed - 6) / 14)
+        momentum = rise if landed < 6 else fall
+        buffer = momentum * buffer - 4.0
+        position -= 0.5 * (-4.0 + momentum * buffer)
+    assert float(Simulation(2).run(work)[0]) == pytest.approx(position, rel=1e-6)
+
+
+def test_what_has_no_momentum_is_told_to_leave_it_out() -> None:
+    for method, setting in (("sparseloco", "outer_momentum_final"), ("ddp", "outer_momentum_warmup")):
+        with pytest.raises(UserError, match=f"^{method} has no setting {setting}; remove it"):
+            Settings.of(method=method, **{setting: 0}).method() if setting.endswith("final") else Settings.of(
+                method=method, **{setting: 3}
+            ).method()
+    with pytest.raises(UserError, match="no outer optimizer; leave it out"):
+        replace(methods.ddp(), momentum=MomentumSchedule(0.5))
+    with pytest.raises(UserError, match="choose at least 0 and less than 1"):
+        MomentumSchedule(1.0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = Method(Schedule(every=2), outer=partial(torch.optim.Adam, lr=0.1), momentum=MomentumSchedule(0.5))
+    method.attach(model, optimizer, SimulatedNetwork.alone())
+    with pytest.raises(UserError, match="Adam has none; leave that out"):
+        optimizer.step()
