@@ -136,9 +136,9 @@ def test_tables_of_embeddings_have_the_plain_mean() -> None:
 
 
 def test_it_is_refused_where_there_are_no_pseudo_gradients() -> None:
-    for method, why in (("ddp", "there are none"), ("ist", "there are none"), ("eager-diloco", "eager takes")):
+    for name, why in (("ddp", "there are none"), ("ist", "there are none"), ("eager-diloco", "eager takes")):
         with pytest.raises(UserError, match=rf"^fuse is 'rda', which is for pseudo-gradients, and {why}[^\n]*leave"):
-            Settings.of(method=method, fuse="rda").method()
+            Settings.of(method=name, fuse="rda").method()
     with pytest.raises(UserError, match="receiver's own"):
         replace(methods.diloco(codec=Modulo(bits=4), group_size=2), fuse="rda")
     model = nn.Linear(2, 2)

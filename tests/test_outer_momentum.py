@@ -50,11 +50,13 @@ def test_rounds_step_with_the_momentum_of_their_time(delay: int) -> None:
 
 
 def test_what_has_no_momentum_is_told_to_leave_it_out() -> None:
-    for method, setting in (("sparseloco", "outer_momentum_final"), ("ddp", "outer_momentum_warmup")):
-        with pytest.raises(UserError, match=f"^{method} has no setting {setting}; remove it"):
-            Settings.of(method=method, **{setting: 0}).method() if setting.endswith("final") else Settings.of(
-                method=method, **{setting: 3}
-            ).method()
+    chosen: list[tuple[str, dict[str, float]]] = [
+        ("sparseloco", {"outer_momentum_final": 0.0}),
+        ("ddp", {"outer_momentum_warmup": 3}),
+    ]
+    for name, setting in chosen:
+        with pytest.raises(UserError, match=f"^{name} has no setting {min(setting)}; remove it"):
+            Settings.of(method=name, **setting).method()
     with pytest.raises(UserError, match="no outer optimizer; leave it out"):
         replace(methods.ddp(), momentum=MomentumSchedule(0.5))
     with pytest.raises(UserError, match="choose at least 0 and less than 1"):

@@ -18,6 +18,9 @@ from farflung.tables import BETWEEN_MACHINES, Checked, limited, setting
 if TYPE_CHECKING:
     from farflung.outer import Method
 
+OF_MOMENTUM = frozenset({"outer_momentum_warmup", "outer_momentum_final"})
+"""Settings of how the outer momentum changes."""
+
 
 @dataclass(frozen=True)
 class RoundSettings(Checked):
@@ -110,18 +113,14 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
     method = replace(RECIPES[rounds.method](**given), fuse=rounds.fuse)
     if rounds.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
-    if rounds.outer_momentum_warmup or rounds.outer_momentum_final is not None:
-        highest = given.get("outer_momentum", known["outer_momentum"])
-        changing = outer.MomentumSchedule(highest, rounds.outer_momentum_warmup, rounds.outer_momentum_final, steps)
-        method = replace(method, momentum=changing)
+    if OF_MOMENTUM & _of_others(rounds).keys():
+        highest, warmup = given.get("outer_momentum", known["outer_momentum"]), rounds.outer_momentum_warmup or 0
+        momentum = outer.MomentumSchedule(highest, warmup, rounds.outer_momentum_final, steps)
+        method = replace(method, momentum=momentum)
     return method
 
 
 def _of_others(rounds: RoundSettings) -> dict[str, str]:
     """Chosen settings that say how another one changes in the course of a run, with that one's name."""
-    changes = {
-        "every_final": "every",
-        "outer_momentum_warmup": "outer_momentum",
-        "outer_momentum_final": "outer_momentum",
-    }
-    return {name: of for name, of in changes.items() if getattr(rounds, name) not in (None, 0)}
+    changes = {"every_final": "every"} | dict.fromkeys(OF_MOMENTUM, "outer_momentum")
+    return {name: of for name, of in changes.items() if getattr(rounds, name) is not None}

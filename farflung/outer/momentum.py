@@ -14,7 +14,7 @@ from farflung.outer.optimizers import ParameterAveraging
 class MomentumSchedule:
     """The outer momentum rises from 0 along a line, and then falls along another (Pier, arXiv 2511.17849).
 
-    Rounds of the first steps would else carry on in directions that soon are none, and those of the last ones overshoot.
+    Rounds of the first steps would else carry on in directions that soon are none; those of the last ones overshoot.
 
     Args:
         highest: the momentum at the end of the rise.
