@@ -16,6 +16,7 @@ from farflung.errors import UserError, counted, suggestion
 from farflung.figure import Figure, figure_of
 from farflung.files import event_files
 from farflung.formats import OWN_LOOP, RUN_FOLDER
+from farflung.joint.settings import CoreSettings
 from farflung.lazy import Later
 from farflung.methods import RoundSettings
 from farflung.networks.settings import NetworkSettings
@@ -151,6 +152,7 @@ class Settings:
     inner: InnerSettings = field(default_factory=InnerSettings)
     rounds: RoundSettings = field(default_factory=RoundSettings)
     island: IslandSettings = field(default_factory=IslandSettings)
+    core: CoreSettings = field(default_factory=CoreSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
 
     def __post_init__(self) -> None:

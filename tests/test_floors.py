@@ -26,6 +26,7 @@ FLOORS = {
     "codecs": 3,
     "networks": 3,
     "workloads": 3,
+    "joint": 3,
     "data": 4,
     "hooks": 4,
     "inner": 5,

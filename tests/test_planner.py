@@ -156,7 +156,7 @@ def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed(
 
 
 def test_rounds_come_when_the_schedule_says() -> None:
-    rounds = Rounds[float, None](Schedule(4, 2, 1), [Size(0.5), Size(0.5)])
+    rounds = Rounds[float, None]([Schedule(4, 2, 1)] * 2, [Size(0.5), Size(0.5)])
     seen: list[tuple[int, str, int, int]] = []
     while (step := rounds.next_step()) and step < 10:
         for due in rounds.after(step):

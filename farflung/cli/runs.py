@@ -51,6 +51,8 @@ class ExportOptions:
     """Export the checkpoint with the least validation loss, instead of what the run ended with."""
     adapter: bool = False
     """For a run with --lora: write only the adapter, as peft loads it. Without this, it is merged into the model."""
+    core: bool = False
+    """For a run with --core: write the core alone, as a model of its own. Without this, it is joined with the rest."""
 
 
 def methods(arguments: list[str]) -> None:
@@ -106,5 +108,5 @@ def export(arguments: list[str]) -> None:
     from farflung.training.export import export as write_export
 
     with working("averaging the replicas' weights"):
-        origin = write_export(options.run, options.folder, options.best, options.adapter)
+        origin = write_export(options.run, options.folder, options.best, options.adapter, options.core)
     print(f"farflung: {options.folder} holds {origin}")

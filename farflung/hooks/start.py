@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from farflung.hooks.layouts import Layout
-from farflung.networks import Network, PeerLostError, Pending
+from farflung.networks import Group, Network, PeerLostError, Pending
 from farflung.networks.base import packet_of, words_of
 from farflung.networks.torchrun import REMINDER_SECONDS, log
 
@@ -41,14 +41,14 @@ class Fact(NamedTuple):
     remedy: str = STATE
 
 
-def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: float) -> None:
-    """Waits for all replicas, at most so many seconds, and compares what they start from.
+def agree_on_start(network: Network, group: Group, key: str, facts: Sequence[Fact], seconds: float) -> None:
+    """Waits for a group of replicas, at most so many seconds, and compares what they start from.
 
     How many facts there are may depend on the earlier ones. Raises DisagreementError, and PeerLostError when somebody
     does not come.
     """
     hashes = b"".join(hashlib.sha256(value.encode()).digest()[:BYTES] for fact in facts for value in fact.told)
-    packets = all_there(network, network.exchange(packet_of(hashes), network.members(), key), seconds)
+    packets = all_there(network, network.exchange(packet_of(hashes), group, key), seconds)
     told = {rank: words_of(packet) for rank, packet in packets.items()}
     end = 0
     for fact in facts:
@@ -56,7 +56,7 @@ def agree_on_start(network: Network, key: str, facts: Sequence[Fact], seconds: f
         end += len(fact.told) * BYTES
         if all(len({words[place] for words in told.values()}) > 1 for place in places):
             others = [rank for rank, words in told.items() if any(words[p] != told[network.rank][p] for p in places)]
-            values = _values(network, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
+            values = _values(network, group, f"{key}, in words", fact, seconds) if fact.remedy == SETTING else {}
             raise DisagreementError(_described(network.rank, fact, others, values))
 
 
@@ -89,9 +89,9 @@ def differences(one: str, other: str) -> list[tuple[str, str, str]]:
     return [(name, value, theirs) for (name, value), (_, theirs) in pairs if value != theirs]
 
 
-def _values(network: Network, key: str, fact: Fact, seconds: float) -> dict[int, str]:
-    """Each replica's value of a fact that differs; all call this together."""
-    packets = network.exchange(packet_of(fact.told[0].encode()), network.members(), key).wait(seconds)
+def _values(network: Network, group: Group, key: str, fact: Fact, seconds: float) -> dict[int, str]:
+    """Each replica's value of a fact that differs; all of the group call this together."""
+    packets = network.exchange(packet_of(fact.told[0].encode()), group, key).wait(seconds)
     return {rank: words_of(packet).decode() for rank, packet in packets.items()}
 
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.hooks.buffers import average, real_view
 from farflung.hooks.shards import own_of, reshard
 from farflung.networks import Group, among_replicas_left
 from farflung.networks.torchrun import log
-from farflung.outer.columns import Message
-from farflung.outer.fragments import split
+from farflung.outer.schedules import Schedule
 
 if TYPE_CHECKING:
     from farflung.outer.session import Session
@@ -65,17 +65,19 @@ class Averages:
             return
         reshard(session.trained.model)
         session.meet_islands()
-        (fragment,) = split(session.trained.model, 1, session.trained.named)
+        fragments = session.holders.fragments(session.trained.model, 1, session.trained.named)
         key, seconds = self._next_key("weights"), END_DEADLINES * session.deadline_s
 
-        def work(group: Group) -> Message:
-            message = fragment.message(fragment.read())
-            for column in session.columns.of(group, message.names):
-                named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(message.cells[cell])}
-                average(named, column.network, group, column.key(f"{key} of {group}"), seconds)
-            return message
+        def work(group: Group) -> list[Tensor]:
+            messages = [fragment.message(fragment.read()) for fragment in fragments]
+            for members, cells in session.holders.apart(messages, Schedule(), group).items():
+                for column in session.columns.of(members, list(cells)):
+                    named = {f"{cell} {n}": one for cell in column.cells for n, one in enumerate(cells[cell])}
+                    average(named, column.network, members, column.key(f"{key} of {members}"), seconds)
+            return [message.flat for message in messages]
 
-        fragment.write(self._among_those_left(work, key, seconds).flat)
+        for fragment, flat in zip(fragments, self._among_those_left(work, key, seconds), strict=True):
+            fragment.write(flat)
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from farflung.outer.clock import Clock
 from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
 from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns, weighed
-from farflung.outer.fragments import Weights, split
+from farflung.outer.fragments import Weights
 from farflung.outer.fusing import radial_of
 from farflung.outer.healing import draw_together, sketch, stay_away
 from farflung.outer.optimizers import gradient_of, load_into, refuse_rounded_weights, sends_weights
@@ -67,7 +67,7 @@ class OuterLoop(Session):
         method, network, optimizers = setup.method, setup.network, setup.optimizers
         schedule = method.schedule
         device = torch.device(given) if (given := setup.options["outer_device"]) else None
-        fragments = split(setup.model, schedule.fragments, self._exchanged())
+        fragments = self.holders.fragments(setup.model, schedule.fragments, self._exchanged())
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
@@ -80,7 +80,7 @@ class OuterLoop(Session):
         rule, fused = self._aggregation, partial(radial_of, method.fuse, model=setup.model, outer=self.outer)
         self._averagings = [Averaging(network.rank, method, exact, rule(), radial=fused(one)) for one in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
-        self._rounds = Rounds[Tensor, Exchange](schedule, self._weights)
+        self._rounds = Rounds[Tensor, Exchange](self.holders.schedules(schedule, len(fragments)), self._weights)
         parts = zip(self._rounds.syncs, self._averagings, strict=True)
         self._paces = [Pace(sync, averaging, method.adapt) for sync, averaging in parts]
         self._everyone = network.members()
@@ -148,9 +148,8 @@ class OuterLoop(Session):
         self.trained.check_left_alone()
         self._look()
         group = self._group(sync)
-        averaging = self._averagings[sync.index]
+        averaging, weights = self._averagings[sync.index], self._weights[sync.index]
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
-            weights = self._weights[sync.index]
             averaging.set_reference(weights.fragment.message(weights.nothing()))
         offer = sync.offer(partial(self._fault, sync), len(group))
         exchange = self._exchange(sync, offer, group)
@@ -159,6 +158,7 @@ class OuterLoop(Session):
     def _group(self, sync: Sync[Tensor]) -> Group:
         """With whom the next round is to be held."""
         members, topology = self.network.members(), self.method.topology
+        members = self.holders.of(sync.index, self.method.schedule, members)
         if topology.identical:  # who draws groups at random must draw from the same members, whoever knows of what
             members = self.departures.without(members, sync.index, sync.rounds)
         return sync.group(self.network.rank, members, topology)
@@ -300,12 +300,13 @@ class OuterLoop(Session):
         cells = weights.fragment.message(gradient_of(self.outer, weights.anchor, result.mean)).cells
         own = (*effective_ranks(chain.from_iterable(cells.values())), result.outcome == Outcome.PEER_LOST)
         total, size, lost = self.trained.layout.total(torch.tensor(own, dtype=torch.float64)).tolist()
-        if adaptation.settings.steps and (lost or result.group != self._everyone):
+        everyone = self.holders.of(sync.index, self.method.schedule, self._everyone)
+        if adaptation.settings.steps and (lost or result.group != everyone):
             return None, None
         share = adaptation.observe(rank := total / size if size else 0.0)
         self._averagings[sync.index].set_budget(share)
         if adaptation.settings.steps:
-            sync.every_steps, sync.delay_steps = self.method.schedule.shortened(share)
+            sync.shorten(share)
         return rank, share
 
     def _absorb(

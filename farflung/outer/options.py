@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from farflung.errors import UserError, suggestion
+from farflung.outer.holders import Holders
 from farflung.outer.outcomes import Round
 
 
@@ -31,6 +32,8 @@ class Options(TypedDict, total=False):
     """Seconds, by which rounds by the clock go: by default, the network's clock."""
     weighting: Literal["even", "steps"] | None
     """What a message weighs in the mean: the same, or the steps behind it; by default even, on the internet steps."""
+    holders: Holders
+    """Which replicas hold what of a model that has a core: by default, all of them all of it."""
     on_round: Callable[[Round], None] | None
     """Told of every round when it was applied; without it, the logger `farflung` hears of lost ones, once a partner."""
 
@@ -44,6 +47,7 @@ USUAL = Options(
     buffers="end",
     clock=None,
     weighting=None,
+    holders=Holders(),
     on_round=None,
 )
 _FORMERLY = {"deadline": "deadline_s", "starting": "starting_s"}

@@ -92,7 +92,7 @@ class Sync(Generic[M]):
         self.content = content
         self.every_steps = schedule.every or 0
         self.delay_steps = schedule.delay
-        self.next_start = schedule.first(index)
+        self.next_start = schedule.first(index % schedule.fragments)
         self.rounds = self.next_start // (self.every_steps or 1)
         self.trained = 0
         self.met: Group = ()
@@ -144,6 +144,10 @@ class Sync(Generic[M]):
         """Makes new weights of a round's mean, whose memory is used up; whether it was of any use."""
         return self.content.absorb(pending.offer, mean, self.fresh, pending.delayed)
 
+    def shorten(self, share: float) -> None:
+        """Has its rounds, and the delay, take a share of the schedule's steps."""
+        self.every_steps, self.delay_steps = self._schedule.shortened(share)
+
     def stop(self) -> None:
         """Starts no more rounds."""
         self.next_start = 0
@@ -176,10 +180,10 @@ class Sync(Generic[M]):
 
 
 class Rounds(Generic[M, E]):
-    """All rounds of one replica, of as many fragments as there are contents."""
+    """All rounds of one replica: of each fragment there is a content, and a schedule."""
 
-    def __init__(self, schedule: Schedule, contents: Sequence[Content[M]]) -> None:
-        self.syncs = [Sync(index, schedule, content) for index, content in enumerate(contents)]
+    def __init__(self, schedules: Sequence[Schedule], contents: Sequence[Content[M]]) -> None:
+        self.syncs = [Sync(index, *one) for index, one in enumerate(zip(schedules, contents, strict=True))]
         self.pending: list[PendingRound[M, E]] = []
 
     def after(self, step: int) -> Iterator[Sync[M] | PendingRound[M, E]]:

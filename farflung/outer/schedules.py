@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farflung.durations import seconds_of, ticks_of
 from farflung.errors import UserError
@@ -119,6 +119,14 @@ class Schedule:
             return self.every or 0
         progress = min(step / max(self.steps, 1), 1.0)
         return round(self.every * math.pow(self.final / self.every, progress))
+
+    def times(self, factor: int) -> Schedule:
+        """With rounds so many times as far apart."""
+        if factor == 1 or self.every is None:
+            return self
+        if self.seconds is not None:
+            return replace(self, every=None, seconds=self.seconds * factor)
+        return replace(self, every=self.every * factor, final=None if self.final is None else self.final * factor)
 
     def first(self, fragment: int) -> int:
         """The step (counted from 1) after which a fragment's first round starts; 0 for never."""

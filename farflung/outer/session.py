@@ -32,7 +32,7 @@ from farflung.outer.averages import Averages
 from farflung.outer.columns import Columns, Message
 from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
-from farflung.outer.fragments import split
+from farflung.outer.holders import Holders
 from farflung.outer.options import Options, check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
@@ -88,6 +88,7 @@ class Session:
         self.columns = Columns(network)
         self.departures = Departures(network, self._name)
         self._options = setup.options
+        self.holders = setup.options["holders"]
         self._begun = self._noted = self._met = False
         self._ended = self._left = self._warned = False
         self._averages = Averages(self)
@@ -259,7 +260,7 @@ class Session:
         return []
 
     def _starts_from(self) -> list[Message]:
-        """The weights of these cells when training begins."""
+        """The weights of these cells when training begins, fragment by fragment."""
         return []
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -298,21 +299,23 @@ class Session:
         """Learns who keeps which cells, before anything is exchanged; later calls find it known."""
         if self.network.islands and not self._met:
             self._met = True
-            (fragment,) = split(self.trained.model, 1, self.trained.named)
+            core, *_ = self.holders.fragments(self.trained.model, 1, self.trained.named)
             rest = list(self.untrained.buffers()) if self.method.exchanges else []
-            self.columns.meet(fragment.names, rest, self.key("islands"), self.starting_s)
+            self.columns.meet(core.names, rest, self.key("islands"), self.starting_s)
 
     def _agree_on_start(self, untrained: list[Fact]) -> None:
         facts = self._facts()
         agree_within(self.trained.layout, self.network.rank, {fact.what: fact.told[0] for fact in facts})
-        cells = {cell: tensors for kept in self._starts_from() for cell, tensors in kept.cells.items()}
         rest = [tuple(tensor.shape) for tensor in self.averaged_besides().values()]
         if self.columns.unlike:
             told = dict(ChainMap(*self.trained.layout.told(self.untrained.told_of_whole())))
             untrained = [Fact(f"values of {name}", (value,)) for name, value in sorted(told.items())]
         differ = ""
-        for column in self.columns.of(self.network.members(), list(cells)):
-            weights = [tensor for cell in column.cells for tensor in cells[cell]]
+        held = self.holders.apart(self._starts_from(), self.method.schedule, everyone := self.network.members())
+        columns = [(group, one) for group, cells in held.items() for one in self.columns.of(group, list(cells))]
+        for group, column in columns:
+            key = self.key("start" if group == everyone else f"start of {group}")
+            weights = [tensor for cell in column.cells for tensor in held[group][cell]]
             started_from = [
                 *facts,
                 Fact("shapes", (str([*(tuple(tensor.shape) for tensor in weights), *rest]),)),
@@ -320,7 +323,7 @@ class Session:
                 *untrained,
             ]
             try:
-                agree_on_start(column.network, column.key(self.key("start")), started_from, self.starting_s)
+                agree_on_start(column.network, group, column.key(key), started_from, self.starting_s)
             except DisagreementError as error:  # in the other columns it is waited for
                 differ = differ or str(error)
         if differ := first_told(self.trained.layout, differ):
@@ -347,9 +350,10 @@ class Session:
             "way of averaging": method.averaging,
             "fuse": method.fuse,
             "outer optimizer": type(self.outer).__name__,
+            "holders": self.holders,
             "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
         }
-        return {what: described(part) for what, part in parts.items()}
+        return {what: described(part) for what, part in parts.items() if part != Holders()}
 
     def averaged_besides(self) -> dict[str, Tensor]:
         """What is averaged besides the trained weights; islands of unlike layouts have nothing that can be."""

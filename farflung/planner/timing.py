@@ -188,7 +188,7 @@ class Timer:
         computation = StepTimes(self._cluster.conditions, rank)
         schedule = self.method.schedule
         sizes = [Size(1 / schedule.fragments)] * schedule.fragments
-        rounds = Rounds[float, SimulatedCollective | None](schedule, sizes)
+        rounds = Rounds[float, SimulatedCollective | None]([schedule] * len(sizes), sizes)
         last = [sync.rounds + self.rounds - 1 for sync in rounds.syncs]
         step, steps, trailing = 0, 0, 0.0
         while following := rounds.next_step():

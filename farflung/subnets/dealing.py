@@ -9,10 +9,11 @@ from typing import Literal
 from torch import Tensor, nn
 
 from farflung.errors import UserError
+from farflung.joint.branches import ATTENTION, FEED_FORWARD
 from farflung.outer.session import Session, Setup
 from farflung.subnets.assembling import assemble, scale_best, scale_branches
 from farflung.subnets.loop import SubnetLoop
-from farflung.subnets.units import ATTENTION, FEED_FORWARD, KINDS, Pool
+from farflung.subnets.units import KINDS, Pool
 
 
 @dataclass(frozen=True)

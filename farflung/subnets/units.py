@@ -7,15 +7,13 @@ column of down. Or a unit is a whole layer. Embeddings, the last norm and the he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from farflung.errors import UserError
-
-ATTENTION, FEED_FORWARD = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-"""The matrices of the two branches of a layer; the last of each leads back to the stream between layers."""
+from farflung.joint.branches import ATTENTION, FEED_FORWARD, branches, head_groups
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,13 @@ class Pool:
 
 def heads_and_columns(model: nn.Module) -> list[Pool]:
     """The KV groups, and the FFN columns, of each layer. Raises UserError where heads cannot be told apart."""
-    heads = [_heads(name, module) for name, module in _branches(model, ATTENTION)]
-    return heads + [_columns(name, module) for name, module in _branches(model, FEED_FORWARD)]
+    heads = [_heads(name, module) for name, module in branches(model, ATTENTION)]
+    return heads + [_columns(name, module) for name, module in branches(model, FEED_FORWARD)]
 
 
 def layers(model: nn.Module) -> list[Pool]:
     """The layers, all in one pool."""
-    names = [name.rpartition(".")[0] for name, _ in _branches(model, ATTENTION)]
+    names = [name.rpartition(".")[0] for name, _ in branches(model, ATTENTION)]
     cuts = {
         parameter: Cut(0, len(values), number)
         for number, name in enumerate(names)
@@ -69,26 +67,14 @@ KINDS: dict[str, Callable[[nn.Module], list[Pool]]] = {"heads": heads_and_column
 """What units can be, by name."""
 
 
-def _branches(model: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if all(isinstance(getattr(module, one, None), nn.Linear) for one in names):
-            yield name, module
-
-
 def _heads(name: str, attention: nn.Module) -> Pool:
-    width, columns = getattr(attention, "head_dim", 0), attention.get_parameter("o_proj.weight").shape[1]
-    rows = {one: len(attention.get_parameter(f"{one}.weight")) for one in ATTENTION[:3]}
-    groups = rows["k_proj"] // width if width else 0
-    if not groups or any(count % groups for count in (*rows.values(), columns)):
-        raise _inseparable(name, "they are not of one width")
-    for one, parameter in attention.named_parameters():
-        if one.partition(".")[0] not in ATTENTION and tuple(parameter.shape) != (width,):
-            raise _inseparable(name, f"its {one} is of all of them together")
-    return _pool(name, attention, groups, {one: count // groups for one, count in rows.items()}, "o_proj")
-
-
-def _inseparable(name: str, why: str) -> UserError:
-    return UserError(f"the heads of {name} cannot be dealt out: {why}; choose another method, such as resist or noloco")
+    groups, why = head_groups(attention)
+    if why:
+        raise UserError(
+            f"the heads of {name} cannot be dealt out: {why}; choose another method, such as resist or noloco"
+        )
+    rows = {one: len(attention.get_parameter(f"{one}.weight")) // groups for one in ATTENTION[:3]}
+    return _pool(name, attention, groups, rows, "o_proj")
 
 
 def _columns(name: str, branch: nn.Module) -> Pool:

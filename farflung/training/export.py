@@ -17,17 +17,19 @@ from farflung.settings import Settings, read_settings
 from farflung.tables import toml_table
 
 if TYPE_CHECKING:
+    from farflung.joint import kinds
     from farflung.pipeline import boundaries
     from farflung.training import checkpoint, dealt_tables, events, resharding
     from farflung.workloads import Language, Workload
 else:
+    kinds = Later("farflung.joint.kinds")
     boundaries, checkpoint = Later("farflung.pipeline.boundaries"), Later("farflung.training.checkpoint")
     events, resharding = Later("farflung.training.events"), Later("farflung.training.resharding")
     dealt_tables = Later("farflung.training.dealt_tables")
 
 
-def export(folder: Path, target: Path, best: bool = False, adapter: bool = False) -> str:
-    """Writes a model with the replicas' averaged weights to `target`, or its `adapter` alone; returns which these are.
+def export(folder: Path, target: Path, best: bool = False, adapter: bool = False, core: bool = False) -> str:
+    """Writes a model with the replicas' averaged weights to `target`, or its `adapter` or `core`; returns which.
 
     The folder may be the ticket of a swarm, whose peers are then asked.
     Of a run that has not ended, or whose averaged weights are damaged, the last whole checkpoint is averaged, or the
@@ -38,7 +40,10 @@ def export(folder: Path, target: Path, best: bool = False, adapter: bool = False
         settings, weights, origin = _of_swarm(folder, best)
     else:
         settings, weights, origin = _of_folder(folder, best)
-    _write(settings, weights, target, adapter)
+    workload = settings.made_workload()
+    if core or settings.core.core:
+        weights = _ordinary(settings, workload, weights, core)
+    _write(settings, workload, weights, target, adapter)
     return origin
 
 
@@ -72,13 +77,24 @@ def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
     return settings, *whole_swarm(ticket, settings, model_of(settings))
 
 
-def _write(settings: Settings, weights: dict[str, Any], target: Path, adapter: bool) -> None:
+def _ordinary(settings: Settings, workload: Workload, weights: dict[str, Any], alone: bool) -> dict[str, Any]:
+    """The weights of a model with a core under an ordinary one's names, or of the core alone; the workload's, then."""
+    if not settings.core.core:
+        raise UserError("this run has trained all of its model as one, and no core; leave out --core")
+    core, outline = kinds.core_named(settings.core.core), workload.outline()
+    core.divide(outline)
+    if not alone:
+        return kinds.whole(weights, outline)
+    core.narrow(_of_language(workload, "--core").config)
+    return core.ordinary(weights, outline)
+
+
+def _write(settings: Settings, workload: Workload, weights: dict[str, Any], target: Path, adapter: bool) -> None:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
         try:
-            workload = settings.made_workload()
             if adapter:
-                _adapters_of(workload).export_adapter(weights, beside)
+                _of_language(workload, "--adapter").export_adapter(weights, beside)
             else:
                 constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
                 workload.export(weights, beside, settings.run.seed, constrained_to)
@@ -95,12 +111,12 @@ def _own_weights(folder: Path) -> str:
     return f"these are the mean of {counted(len(checkpoint.replicas_of(folder)), 'replica')} at step {steps[0]}"
 
 
-def _adapters_of(workload: Workload) -> Language:
-    """A workload whose adapters can be written alone. Raises UserError."""
+def _of_language(workload: Workload, flag: str) -> Language:
+    """A workload whose model can be written in the way of a flag. Raises UserError."""
     from farflung.workloads.language import Language
 
     if not isinstance(workload, Language):
-        raise UserError(f"{type(workload).__name__} trains no adapters; leave out --adapter")
+        raise UserError(f"{type(workload).__name__} trains no language model, which {flag} is for; leave it out")
     return workload
 
 

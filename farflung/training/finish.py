@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from farflung.networks import (
     among_survivors,
 )
 from farflung.outer.columns import Column, Columns, Message
-from farflung.outer.fragments import split
 from farflung.pipeline import Island, Mesh
 from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.agreement import facts_of_replicas
+from farflung.training.agreement import all_gather_facts, facts_of_replicas
+from farflung.training.core import holders_of
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -55,7 +55,7 @@ SAMPLE = {"text": "sample", "picture": "sample_picture"}
 DEADLINES_AT_THE_END = 10
 """The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
 
-Ended = tuple[Tensor, list[dict[str, Any]]]
+Ended = tuple[list[Tensor], list[dict[str, Any]]]
 """The mean weights of the replicas that end together, and the facts that each gives of its run."""
 Together = Callable[[Callable[[Network], Ended]], Ended]
 """Calls a function with the network of the replicas that end together, and may call it again with fewer if it fails."""
@@ -70,10 +70,11 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     trainer.tail.apply()
     if trainer.dealt:
         trainer.dealt.gather()
-    (fragment,) = split(trainer.model, 1)
-    weights = fragment.message(fragment.read())
-    mean, facts = together(lambda network: _met(trainer, network, weights, own))
-    fragment.write(mean)
+    parts = holders_of(trainer.settings).fragments(trainer.model, 1, trainable(trainer.model))
+    weights = [part.message(part.read()) for part in parts]
+    means, facts = together(lambda network: _met(trainer, network, weights, own))
+    for part, mean in zip(parts, means, strict=True):
+        part.write(mean)
     trainer.island.after_step()
     trainer.prune()
     scale = _assembled(trainer, len(facts))
@@ -122,30 +123,43 @@ def _memory(fitted: MemoryEvent) -> dict[str, Any]:
     return {name: getattr(fitted, name) for name in names}
 
 
-def _met(trainer: Trainer, network: Network, own: Message, facts: dict[str, Any]) -> Ended:
+def _met(trainer: Trainer, network: Network, own: Sequence[Message], facts: dict[str, Any]) -> Ended:
     """The mean of the weights of those on a network, and what they tell. Raises PeerLostError."""
     deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
-    mean = _mean(network, own, deadline)
-    apart = torch.tensor([own.flat.numel(), float((own.flat - mean).double().square().sum())], dtype=torch.float64)
-    numel, deviation = trainer.island.total(apart).tolist()
+    holders = _holders(trainer.settings, network, len(own), deadline)
+    means = [_mean(network, part, who, deadline) for part, who in zip(own, holders, strict=False)]
+    numel = sum(part.flat.numel() for part in own)
+    off = sum(float((part.flat - mean).double().square().sum()) for part, mean in zip(own, means, strict=True))
+    numel, deviation = trainer.island.total(torch.tensor([numel, off], dtype=torch.float64)).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
-    return mean, facts_of_replicas(network, facts, "summary", deadline)
+    return means, facts_of_replicas(network, facts, "summary", deadline)
 
 
-def _mean(network: Network, own: Message, deadline_s: float) -> Tensor:
-    """The mean of what a network's replicas hold of some cells."""
+def _holders(settings: Settings, network: Network, parts: int, deadline_s: float) -> list[Group | None]:
+    """Who holds the core, and who the rest of the model; None for all, as of a model without a core."""
+    if not settings.core.core:
+        return [None]
+    told = all_gather_facts(network, parts, "parts at the end", deadline_s)
+    return [None, tuple(rank for rank, held in told.items() if held > 1)]
+
+
+def _mean(network: Network, own: Message, holders: Group | None, deadline_s: float) -> Tensor:
+    """The mean of what a network's replicas, or those who hold it, have of some cells."""
+    if holders is not None:
+        return _mean_of_column(Column(network, tuple(own.names), "the rest"), own, holders, deadline_s).flat
     columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
     columns.meet(own.names, [], "layouts at the end", deadline_s)
     for column in columns.of(network.members(), own.names):
-        mean.put(_mean_of_column(column, own.part(column.cells), deadline_s))
+        mean.put(_mean_of_column(column, own.part(column.cells), None, deadline_s))
     return mean.flat
 
 
-def _mean_of_column(column: Column, part: Message, deadline_s: float) -> Message:
-    """The mean of what the replicas that can be reached hold of a column's cells."""
+def _mean_of_column(column: Column, part: Message, holders: Group | None, deadline_s: float) -> Message:
+    """The mean of what the replicas that can be reached, or those of them who hold it, have of a column's cells."""
     network, key = column.network, column.key("average at the end")
 
-    def average(group: Group) -> Tensor:
+    def average(members: Group) -> Tensor:
+        group = members if holders is None else tuple(rank for rank in members if rank in holders)
         return network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
 
     return part.like(among_members(network, average))

@@ -33,6 +33,7 @@ from farflung.training import beginning, checkpoint
 from farflung.training.agreement import all_gather_facts, other_data, refuse_other_settings
 from farflung.training.batched import check_batched
 from farflung.training.cautions import cautions
+from farflung.training.core import check_core
 from farflung.training.dealing import check_dealing
 from farflung.training.dealt_tables import check_tables
 from farflung.training.events import holds_a_run
@@ -80,6 +81,7 @@ def check_settings(settings: Settings) -> None:
     settings.method()
     check_groups(settings)
     check_dealing(settings)
+    check_core(settings)
     check_tables(settings)
     check_profile(settings)
     check_network(settings)

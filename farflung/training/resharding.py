@@ -30,17 +30,18 @@ def whole_weights(paths: Sequence[Path]) -> Named:
 
 
 def mean_weights(replicas: Sequence[Sequence[Path]]) -> Named:
-    """The mean of some replicas' weights, from the files of the parts of each; only one of them is read at a time."""
-    mean: Named = {}
-    having = Counter[str]()
+    """The mean of some replicas' weights, from the files of the parts of each; only one of them is read at a time.
+
+    Of what not all of them hold, such as dealt tables or the rest beside a core, the mean of those who do.
+    """
+    mean, holders = dict[str, Tensor](), Counter[str]()
     for paths in replicas:
         for name, value in whole_weights(paths).items():
-            having[name] += 1
             share = value.double() / len(replicas) if value.is_floating_point() else value
             mean[name] = mean[name] + share if name in mean and value.is_floating_point() else share
-    # Of tables that replicas have dealt out, each has some.
-    partly = {name: len(replicas) / count for name, count in having.items() if count < len(replicas)}
-    return mean | {name: mean[name] * times for name, times in partly.items() if mean[name].is_floating_point()}
+            holders[name] += 1
+    few = {name: count for name, count in holders.items() if count < len(replicas) and mean[name].is_floating_point()}
+    return mean | {name: mean[name] * (len(replicas) / count) for name, count in few.items()}
 
 
 def _whole_model(parts: list[Checkpoint]) -> Named:

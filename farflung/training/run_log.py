@@ -30,6 +30,7 @@ from farflung.events import (
 from farflung.figure import figure_of
 from farflung.hooks.layouts import layout_of
 from farflung.hooks.trained import trainable
+from farflung.joint.maps import rest_of
 from farflung.networks import Network
 from farflung.networks.base import ALONE
 from farflung.outer import Outcome, Round
@@ -266,7 +267,8 @@ class RunLog:
 
     def _sampled_weights(self) -> torch.Tensor:
         """Some of the replica's weights, always the same ones."""
-        named = trainable(self.averaged)
+        beside = rest_of(self.averaged)  # which not all replicas hold
+        named = {name: p for name, p in trainable(self.averaged).items() if name not in beside}
         return self.island.total(sampled(named, layout_of(self.averaged, named), SAMPLED_WEIGHTS))
 
 

@@ -18,6 +18,7 @@ from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island
 from farflung.settings import Settings
 from farflung.swarm.moves import BYTES_A_PARAMETER, MoveError, stage_for_newcomer, standings
+from farflung.training.core import alternating
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
 from farflung.workloads import Workload
@@ -31,6 +32,8 @@ def seated(
 ) -> tuple[Island, Network]:
     """This process's part, and the network of its rounds. Raises UserError and PeerLostError."""
     seed, waits = settings.run.seed, settings.network
+    if settings.core.core:
+        return alternating(settings, workload, network, device)
     if not settings.island.swarm:
         return assemble(settings.island, workload, network, settings.mesh(), seed, waits, device)
     from farflung.swarm.island import End, SwarmIsland  # what these import is an extra

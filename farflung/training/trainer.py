@@ -24,6 +24,7 @@ from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
+from farflung.training.core import holders_of
 from farflung.training.dealt_tables import DealtTables
 from farflung.training.events import EventLog, scores
 from farflung.training.fitting import fitting
@@ -182,6 +183,7 @@ class Trainer:
             robust=rounds.robust,
             step_weight=float(self.log.units_per_step),
             weighting=rounds.weighting,
+            holders=holders_of(self.settings),
             on_round=self._after_round,
         )
         with contextlib.closing(self.island), session:
