@@ -129,11 +129,19 @@ class Party:
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a late replica downloads: float32 tensors by name, facts that JSON can hold, and afterwards who gave it."""
+    """What a late replica downloads: float32 tensors by name, facts that JSON can hold, and afterwards who gave it.
+
+    Of the tensors, those `beside` the core are not for replicas that hold the core only.
+    """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     givers: Group = ()
+    beside: frozenset[str] = frozenset()
+
+
+CORE_ONLY = "core_only"
+"""The fact that a replica tells which holds the core of the model only."""
 
 
 class Network(Protocol):
@@ -309,6 +317,9 @@ class ElasticNetwork(Network, Protocol):
 
     def others_told(self, fact: str) -> list[float]:
         """What the other members have told of a fact; those that have."""
+
+    def telling(self, fact: str) -> Group:
+        """The members that tell of a fact, this one perhaps among them."""
 
     def blame(self, rank: int, why: str) -> None:
         """Reports an offence of a replica."""

@@ -115,5 +115,9 @@ class FollowingNetwork(RealNetwork):
         """Nothing: the leader hears it."""
         return []
 
+    def telling(self, fact: str) -> Group:
+        """Nothing: the leader hears it."""
+        return ()
+
     def blame(self, rank: int, why: str) -> None:
         """Nothing: the leader says so."""

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
-from farflung.networks.base import ALONE, HOSTS_AGREE
+from farflung.networks.base import ALONE, CORE_ONLY, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
@@ -145,7 +146,9 @@ class ElasticLoop(OuterLoop):
         return self.trained.layout.told(value)[0]
 
     def _group(self, sync: Sync[Tensor]) -> Group:
-        group = super()._group(sync)
+        holders = replace(self.holders, core_only=self._elastic.telling(CORE_ONLY))
+        members = holders.of(sync.index, self.method.schedule, self.network.members())
+        group = sync.group(self.network.rank, members, self.method.topology)
         if not self.method.topology.identical:
             others_s = self._elastic.others_told(HELD_UP)
             if self._link.stays_out(sync.index, sync.label, others_s):
@@ -258,7 +261,9 @@ class ElasticLoop(OuterLoop):
         until = min([*starts, *(pending.lands_at_step for pending in self._rounds.pending)])
         facts = {"step": self.step, "until": until, "history": self._history}
         whole = self._near.gathered(dict(shared_tensors(self._weights)))
-        return SharedState(dict(sorted(whole.items())), facts)  # in the same order in every layout
+        rest = {cell for one in self._weights[self.method.schedule.fragments :] for cell in one.fragment.names}
+        beside = frozenset(name for name in whole if name.partition(OF)[2] in rest)
+        return SharedState(dict(sorted(whole.items())), facts, beside=beside)  # in the same order in every layout
 
     def saved(self) -> None:
         """See Session."""

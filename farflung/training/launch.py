@@ -80,8 +80,8 @@ def check_settings(settings: Settings) -> None:
     """Refuses settings that cannot work, as far as can be seen before the start. Raises UserError."""
     settings.method()
     check_groups(settings)
-    check_dealing(settings)
     check_core(settings)
+    check_dealing(settings)
     check_tables(settings)
     check_profile(settings)
     check_network(settings)

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from farflung.errors import UserError, counted
 from farflung.findings import Finding
 from farflung.hooks.trained import trainable
+from farflung.networks.base import CORE_ONLY
 from farflung.networks.following import FollowingNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket
@@ -27,6 +28,7 @@ from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
 from farflung.training import beginning, island, launch, observing, seats
+from farflung.training.core import check_core
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
@@ -50,7 +52,7 @@ LAST_PORT = 65535
 
 OF_A_MACHINE = ("compile", "memory", "far_folder", "device_tflops", "profile", "profile_replicas")
 """Settings of how a peer's own machine computes, which a ticket does not tell others."""
-OF_A_PEER = ("out", "observe", "track", "track_replicas", "max_hours", *OF_A_MACHINE)
+OF_A_PEER = ("out", "observe", "core_only", "track", "track_replicas", "max_hours", *OF_A_MACHINE)
 """Those, and what else is each peer's own."""
 
 
@@ -114,6 +116,7 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
     launch.check_network(settings.changed(network="internet"))
     check_clock(settings)
     check_observer(settings)
+    check_core(settings.changed(network="internet"))
     settings.method().check_elastic()
 
 
@@ -262,7 +265,9 @@ def _joining(
     parts = internet()
     from farflung.swarm.visits import refuse_visits  # what it imports is an extra, which is there by now
 
-    peers: Peers = parts.Peers(ticket, identity, local, parts.newcomer_info(ticket, name), tell, first)
+    facts = {CORE_ONLY: 1.0} if settings.core.core_only else {}
+    info = {**parts.newcomer_info(ticket, name), "facts": facts}
+    peers: Peers = parts.Peers(ticket, identity, local, info, tell, first)
     if settings.island.swarm:  # which may have known it before, and have microbatches for it at once
         refuse_visits(peers)
     network: InternetNetwork = parts.InternetNetwork(

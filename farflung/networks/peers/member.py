@@ -33,7 +33,7 @@ ALIVE_SECONDS = 20.0
 
 FACTS = (
     *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone"),
-    *("observes", "observed", "requests"),
+    *("observes", "observed", "core_only", "requests"),
     *("queue", "capacity", "microbatches_per_second", "sent", "bypassed", "validation_loss", "serves", "ended"),
 )
 """The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""

@@ -36,12 +36,16 @@ FRESH_SECONDS = 60.0
 
 @dataclass
 class Snapshot:
-    """A state as pieces of bytes; `manifest` says what they are, `stage` of which part of the model."""
+    """A state as pieces of bytes; `manifest` says what they are, `stage` of which part of the model.
+
+    With `core`, it is for peers that hold the core only.
+    """
 
     manifest: Frame
     pieces: list[memoryview]
     used: float
     stage: int
+    core: bool = False
 
 
 class Snapshots:
@@ -51,7 +55,8 @@ class Snapshots:
         self._peers = peers
         self._stall_s = stall_s
         self._kept: dict[str, Snapshot] = {}
-        self._wanted: list[asyncio.Future[Frame]] = []
+        self._wanted: list[tuple[asyncio.Future[Frame], bool]] = []
+        """Who waits, and whether for the core only."""
         self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
         self._copying = asyncio.Lock()
         self.lent: Callable[[int], SharedState | None] = lambda stage: None
@@ -68,12 +73,13 @@ class Snapshots:
     def give(self, state: SharedState) -> None:
         """Takes a copy of the state, at the end of a step, for those who wait."""
         background = self._peers.background
-        background.look_after(background.submit(self._keep(*_described(state))))
+        for core in {core for _, core in tuple(self._wanted)}:
+            background.look_after(background.submit(self._keep(*_described(state, core), core)))
 
     async def _on_state(self, stream: PeerStream, frame: Frame) -> None:
-        stage = frame.get("stage", self._peers.info["stage"])
+        stage, core = frame.get("stage", self._peers.info["stage"]), frame.get("core") is True
         if stage == self._peers.info["stage"]:
-            manifest = self._held(frame.get("held")) or self._freshest() or await self._made()
+            manifest = self._held(frame.get("held")) or self._freshest(core) or await self._made(core)
         else:
             async with self._copying:  # a copy at a time, however many ask
                 manifest = self._held(frame.get("held")) or await self._copied(whole(stage, MOST_STAGES))
@@ -98,10 +104,10 @@ class Snapshots:
                 return kept.manifest
         return None
 
-    def _freshest(self) -> Frame | None:
+    def _freshest(self, core: bool) -> Frame | None:
         own = self._peers.info
         for kept in reversed(self._kept.values()):
-            if kept.stage == own["stage"] and kept.manifest["facts"].get("until", 0) > own["step"]:
+            if (kept.stage, kept.core) == (own["stage"], core) and kept.manifest["facts"].get("until", 0) > own["step"]:
                 return kept.manifest
         return None
 
@@ -113,24 +119,24 @@ class Snapshots:
         kept.used = time.monotonic()
         return kept
 
-    async def _made(self) -> Frame:
+    async def _made(self, core: bool) -> Frame:
         if not self._peers.info["trains"]:
             raise RequestRefusedError("this peer does not train")
         made = asyncio.get_running_loop().create_future()
-        self._wanted.append(made)
+        self._wanted.append((made, core))
         try:
             async with asyncio.timeout(FRESH_SECONDS):
                 manifest: Frame = await made
         except TimeoutError:
             raise RequestRefusedError("this peer has not come to the end of a step in time") from None
         finally:
-            if made in self._wanted:
-                self._wanted.remove(made)
+            self._wanted = [waits for waits in self._wanted if waits[0] is not made]
         return manifest
 
-    async def _keep(self, content: Tensor, described: Frame) -> None:
-        wanted, self._wanted = self._wanted, []
-        manifest = await self._made_of(content, described, self._peers.info["stage"])
+    async def _keep(self, content: Tensor, described: Frame, core: bool) -> None:
+        wanted = [made for made, only in self._wanted if only is core]
+        self._wanted = [waits for waits in self._wanted if waits[1] is not core]
+        manifest = await self._made_of(content, described, self._peers.info["stage"], core)
         for made in wanted:
             if not made.done():
                 made.set_result(manifest)
@@ -141,13 +147,13 @@ class Snapshots:
             raise RequestRefusedError(f"this peer has no copy of stage {stage}")
         return await self._made_of(*_described(state), stage)
 
-    async def _made_of(self, content: Tensor, described: Frame, stage: int) -> Frame:
+    async def _made_of(self, content: Tensor, described: Frame, stage: int, core: bool = False) -> Frame:
         view = content.numpy().data
         pieces = [view[piece] for piece in pieces_of([length for _, length in described["tensors"]])]
         digests = await asyncio.to_thread(lambda: [digest(piece) for piece in pieces])
         name = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
         manifest = {"id": name, "digests": digests, **described}
-        self._kept[name] = Snapshot(manifest, pieces, time.monotonic(), stage)
+        self._kept[name] = Snapshot(manifest, pieces, time.monotonic(), stage, core)
         while len(self._kept) > SNAPSHOTS:  # the one that a newcomer is in the midst of stays
             del self._kept[min(self._kept, key=lambda name: self._kept[name].used)]
         self._peers.background.spawn(self._forget_in_time(name))
@@ -172,8 +178,9 @@ class Snapshots:
                 await self._answer(stream, await asyncio.to_thread(packed, piece))
 
 
-def _described(state: SharedState) -> tuple[Tensor, Frame]:
-    """A state as bytes, and what they are."""
-    content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
-    described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in state.tensors.items()]}
+def _described(state: SharedState, core: bool = False) -> tuple[Tensor, Frame]:
+    """A state, or what of it is of the core, as bytes, and what they are."""
+    tensors = {name: value for name, value in state.tensors.items() if not (core and name in state.beside)}
+    content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in tensors.values()])
+    described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in tensors.items()]}
     return content.view(torch.uint8), described
