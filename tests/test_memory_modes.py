@@ -29,8 +29,9 @@ def cost(saved: int = 100_000, entering: int = 8_000) -> LayerCost:
 
 
 def model_of(family: str, **changes: Any) -> Any:
-    config, changes = families.FAMILIES[family], {"num_hidden_layers": 4, **changes}
-    model = models.outline(type(config)(**{**config.to_dict(), **changes}))
+    config = families.FAMILIES[family]
+    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    model = models.outline(type(config)(**values | {"num_hidden_layers": 4} | changes))
     models.materialise(model, seed=1)
     return model.train()
 

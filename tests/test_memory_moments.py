@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung import inner
 from farflung.memory.copies import Threads
-from farflung.memory.far import HostMemory, tensor_in
+from farflung.memory.far import HostMemory, home_in
 from farflung.memory.moments import FarMoments
 from farflung.workloads import models
 
@@ -26,7 +26,7 @@ def made(kind: str, far: Path | None, limit: int) -> tuple[torch.nn.Module, torc
         ids = [{id(parameter) for parameter in layer.parameters()} for layer in layers_of(model)[1:4]]
         named = [{name: p for name, p in model.named_parameters() if id(p) in own} for own in ids]
         copies = Threads(HostMemory(), CPU)
-        FarMoments(optimizer, make, named, partial(tensor_in, far), copies, limit)
+        FarMoments(optimizer, make, named, partial(home_in, far), copies, limit)
     return model, optimizer
 
 

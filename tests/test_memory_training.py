@@ -7,17 +7,23 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from processes import HERE, SMALL, run_here, run_together, same_weights
+from torch import nn
 
+from farflung.errors import UserError
 from farflung.events import MemoryEvent, StepEvent
 from farflung.memory.far import check_room
 from farflung.memory.fitted import Record, is_out_of_memory
 from farflung.memory.room import cap_of, total
 from farflung.report.memory import memory_line, memory_table
 from farflung.report.read import read_run
+from farflung.settings import Settings
+from farflung.training.fitting import layers_of
 
 CPU = torch.device("cpu")
 ALONE = [*SMALL, "--method", "local", "--replicas", "1", "--network", "torch"]
@@ -56,10 +62,10 @@ def test_amounts_of_memory() -> None:
 
 def test_a_far_folder_without_room_is_told_in_a_line(tmp_path: Path) -> None:
     check_room(tmp_path / "far", 1)
-    with pytest.raises(ValueError, match=r"far has .* GB of room, and 1e\+09 GB are to lie there; make room, or name"):
+    with pytest.raises(UserError, match=r"far has .* GB of room, and 1e\+09 GB are to lie there; make room, or name"):
         check_room(tmp_path / "far", 10**18)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write to .*file.*--far-folder"):
+    with pytest.raises(UserError, match=r"cannot write to .*file.*--far-folder"):
         check_room(tmp_path / "file", 1)
 
 
@@ -73,12 +79,23 @@ def test_errors_of_too_little_memory_are_known() -> None:
     assert not is_out_of_memory(caught.value)
 
 
+def test_a_model_whose_layers_cannot_be_told_apart_is_told_in_a_line() -> None:
+    settings = Settings.of(model="micro")
+    language = settings.made_workload()
+    model = language.build(0)
+    assert len(layers_of(language, model)) == model.config.num_hidden_layers
+    model.model.beside = nn.Linear(2, 2)  # before the layers, or after them?
+    for workload in (language, SimpleNamespace()):
+        with pytest.raises(UserError, match=r"layers of Llama.* cannot be told apart .*; leave out --memory"):
+            layers_of(cast(Any, workload), model)
+
+
 def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "replica-0.json"
     assert Record.read(path) is None
     for text in ("{", "[]", '{"plan": {}}', '{"memory": 1}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"replica-0\.json") as caught:
+        with pytest.raises(UserError, match=r"replica-0\.json") as caught:
             Record.read(path)
         assert "\n" not in str(caught.value)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,17 +114,29 @@ class FileOf:
         return disk_errors(f"{what} {self._folder}", REMEDY)
 
 
-def tensor_in(folder: Path, like: Tensor) -> Tensor:
-    """A tensor whose values lie in a file without a name. Raises UserError."""
-    with disk_errors(f"write to {folder}", REMEDY), tempfile.NamedTemporaryFile(dir=folder) as file:
+class Home(NamedTuple):
+    """A tensor of the far tier, and what lets go of the host's memory that its values take while nobody uses them."""
+
+    tensor: Tensor
+    let_go: Callable[[], object]
+
+
+def home_in(folder: Path, like: Tensor) -> Home:
+    """A home whose values lie in a file without a name. Raises UserError."""
+    with disk_errors(f"write to {folder}", REMEDY), tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
-        return torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
+        else:
+            file.truncate(like.nbytes)
+        mapped = mmap.mmap(file.fileno(), like.nbytes)
+    # The file has the values still; the pages come back when they are read.
+    let_go = partial(mapped.madvise, mmap.MADV_DONTNEED) if hasattr(mmap, "MADV_DONTNEED") else lambda: None
+    return Home(torch.frombuffer(mapped, dtype=like.dtype).view(like.shape), let_go)
 
 
-def pinned_like(like: Tensor) -> Tensor:
-    """A tensor in the host's memory, from and to which a GPU copies by itself."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+def pinned_home(like: Tensor) -> Home:
+    """A home in the host's memory, from and to which a GPU copies by itself."""
+    return Home(torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda), lambda: None)
 
 
 def check_room(folder: Path, size: int) -> None:

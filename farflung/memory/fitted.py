@@ -17,7 +17,7 @@ from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
-from farflung.memory.far import FileOf, HostMemory, check_room, pinned_like, tensor_in
+from farflung.memory.far import FileOf, HostMemory, check_room, home_in, pinned_home
 from farflung.memory.measure import bytes_of, tensors_in
 from farflung.memory.moments import FarMoments
 from farflung.memory.plan import LayerPlan, Mode, Plan, Profile, State, from_json, to_json
@@ -142,7 +142,7 @@ class Fitted:
         far = [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state == "moments-far"]
         if not far:
             return
-        home = partial(tensor_in, Path(self._folder)) if self._folder else pinned_like
+        home = partial(home_in, Path(self._folder)) if self._folder else pinned_home
         copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
         named = [model.named(layer) for layer in far]
         self._moments = FarMoments(self._optimizer, model.make, named, home, copies, limit)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from farflung.hooks.steps import hook_steps
 from farflung.memory.copies import Arrival, Copies
+from farflung.memory.far import Home
 from farflung.memory.measure import bytes_of
 from farflung.memory.profile import Make
 
@@ -26,7 +27,7 @@ class Part:
 
     named: Mapping[str, nn.Parameter]
     optimizer: Optimizer
-    homes: dict[tuple[nn.Parameter, str], Tensor] = field(default_factory=dict)
+    homes: dict[tuple[nn.Parameter, str], Home] = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
 
     def moments(self) -> dict[tuple[nn.Parameter, str], Tensor]:
@@ -58,7 +59,7 @@ class FarMoments:
     Args:
         make: makes an optimizer such as `optimizer` of named parameters.
         layers: whose moments are far.
-        home: makes a tensor of the far tier like another.
+        home: makes a home like a tensor.
         copies: between such tensors and the device.
         limit: bytes of moments that may be near at a time; those of one layer always may.
     """
@@ -68,7 +69,7 @@ class FarMoments:
         optimizer: Optimizer,
         make: Make,
         layers: Sequence[Mapping[str, nn.Parameter]],
-        home: Callable[[Tensor], Tensor],
+        home: Callable[[Tensor], Home],
         copies: Copies,
         limit: int,
     ) -> None:
@@ -127,7 +128,7 @@ class FarMoments:
         while self._leaving and self._taken() + bytes_of(moments.values()) > self._limit:
             self._free()
         for (parameter, key), value in moments.items():
-            if value is part.homes.get((parameter, key)):
+            if (home := part.homes.get((parameter, key))) and value is home.tensor:
                 near = torch.empty_like(value, device=parameter.device)
                 part.arrivals.append(self._copies.back(_flat(value), _flat(near)))
                 part.put(parameter, key, near)
@@ -141,14 +142,16 @@ class FarMoments:
             home = part.homes.get(place)
             if home is None:
                 home = part.homes[place] = self._home(near)
-            part.arrivals.append(self._copies.out(_flat(home), _flat(near)))
-            part.put(*place, home)
+            part.arrivals.append(self._copies.out(_flat(home.tensor), _flat(near)))
+            part.put(*place, home.tensor)
         self._leaving.append((part, list(moments.values())))
 
     def _free(self) -> None:
         """Waits for those that leave first."""
         part, _ = self._leaving.popleft()
         part.arrived()
+        for home in part.homes.values():
+            home.let_go()
 
     def _taken(self) -> int:
         """Bytes of moments that are near."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
@@ -20,6 +21,7 @@ from farflung.memory.room import cap_of
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.training.measures import peak_memory, reset_peak_memory
 from farflung.training.run_log import RunLog
+from farflung.workloads import Workload
 
 UNMEASURED, MEASURED = 2, 8
 """Steps after a plan that do not count, as they warm up; and those that do, before it is told of them."""
@@ -38,6 +40,14 @@ def fitting(island: Island, optimizer: Optimizer, make: Make, path: Path, log: R
         return island.gradients
     assert isinstance(island, WholeIsland)  # see limits.check_memory
     return _Fitting(island, optimizer, make, path, log).gradients
+
+
+def layers_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
+    """A model's layers, which are fitted one by one. Raises UserError where they cannot be told apart."""
+    with contextlib.suppress(UserError):  # which says why it has no stages
+        if found := list(getattr(workload, "layers", lambda _: ())(model)):
+            return found
+    raise UserError(f"the layers of {type(model).__name__} cannot be told apart to fit them; leave out --memory")
 
 
 class _Fitting:
@@ -71,16 +81,13 @@ class _Fitting:
         """Takes the plan that is kept, or makes one."""
         island = self._island
         settings = island.settings
-        layers = getattr(island.workload, "layers", None)
-        if layers is None:
-            what = type(island.workload).__name__
-            raise UserError(f"memory is {settings.memory!r}, but {what} does not tell a model's layers; leave it out")
+        layers = layers_of(island.workload, island.model)
         batch, _ = island.parts(step)[0]
 
         def loss() -> Tensor:
             return island.loss(batch)
 
-        model = Model(island.model, list(layers(island.model)), loss, self._make, island.device)
+        model = Model(island.model, layers, loss, self._make, island.device)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder)
         kept = Record.read(self._path)
         if kept and (kept.memory, kept.far) == (settings.memory, settings.far_folder):
