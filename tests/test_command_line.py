@@ -24,6 +24,8 @@ from farflung import cli
 from farflung.cli import mixtures, peers, runs, training, watching
 from farflung.cli.arguments import flag, parse
 from farflung.errors import UserError
+from farflung.mixtures.kinds import KINDS
+from farflung.mixtures.pictures.student import StudentSettings
 from farflung.networks.listening import ListenAddress
 from farflung.planner.options import PlanOptions
 from farflung.planner.simulation import SimulateOptions
@@ -117,7 +119,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 
 OPTIONS = (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable()))
-OPTIONS += (ListenAddress, PlanOptions, SimulateOptions)
+OPTIONS += (ListenAddress, PlanOptions, SimulateOptions, *(kind.Settings for kind in KINDS.values()), StudentSettings)
 OF_TRACKERS = {"logdir", "project"}
 OF_TYRO = {"tyro-print-completion"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}

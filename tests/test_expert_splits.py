@@ -75,7 +75,7 @@ def test_routers_find_the_sources_and_say_so_round_by_round(tmp_path: Path) -> N
     assert pure[-1] > max(0.9, pure[0]) and told[-1].loss < told[0].loss
     assert made.rounds[-1]["purity"] == pure[-1]
     assert json.loads((made.folder / "mixture.json").read_text())["format"] == 1
-    assert folders.read(made.folder).dealt == made.dealt
+    assert Mixture.read(made.folder).dealt == made.dealt
 
 
 def rows_of(tokens: np.ndarray) -> list[bytes]:
@@ -98,7 +98,9 @@ def test_each_sequence_has_one_expert_whose_run_trains_on_it(mixture: Mixture) -
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """All but the page, which only the command writes."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "report.html"]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     assert {"mixture.json", "expert-1/store.json", "router-1/model.safetensors", "router-0/config.json"} <= found.keys()
     return found
 
@@ -209,7 +211,7 @@ def test_what_is_no_mixture_is_refused_in_a_line(text: str | None, told: str, tm
     if text is not None:
         (tmp_path / "mixture.json").write_text(text)
     with pytest.raises(UserError, match=told) as error:
-        folders.read(tmp_path)
+        Mixture.read(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -226,7 +228,8 @@ def test_the_command_splits_and_shows(tmp_path: Path) -> None:
     flags = ("--experts", 2, "--sequence-length", LENGTH, "--prefix", PREFIX, "--rounds", 2, "--round-sequences", 256)
     done = farflung("mixture", "split", "--data", *wanted.data, "--out", wanted.out, *flags)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("round 1: ") and "farflung train --data" in done.stdout
+    assert done.stdout.startswith("round 1: ") and "farflung train --sequence-length 32 --data" in done.stdout
+    assert "round 2: " in (wanted.out / "report.html").read_text()
     shown = farflung("mixture", "router", wanted.out)
     assert shown.returncode == 0 and "round 2: " in shown.stdout and "held out" in shown.stdout, shown.stderr
     which = [farflung("mixture", "router", wanted.out, "--text", text).stdout[-30:] for text in ("12+3", "koa")]

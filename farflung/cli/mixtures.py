@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from farflung.cli.arguments import parse
+from farflung.cli.arguments import flag, parse, value_among
 from farflung.cli.printing import working
-from farflung.errors import UserError, counted, suggestion
+from farflung.errors import UserError, disk_errors, suggestion
 from farflung.files import refuse_taken
+from farflung.mixtures.kinds import Kind, kind_of
 from farflung.mixtures.settings import SplitSettings
 from farflung.tables import Checked, setting
 
 if TYPE_CHECKING:
-    from farflung.mixtures.folder import Mixture
-    from farflung.mixtures.joined import MixtureScore
-    from farflung.mixtures.routers import RouterRound
-
-EXAMPLE = 100
-"""Characters of an example of an expert's text."""
+    from farflung.mixtures.folder import Split
 
 MixturePath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MIX")]
 
@@ -36,7 +33,7 @@ class RouterOptions:
     mixture: MixturePath
     """The folder that farflung mixture split has made."""
     text: str | None = None
-    """Show how likely each router finds the begin of this text, and so which expert would continue it."""
+    """Of text: show how likely each router finds the begin of this one, and so which expert would continue it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,17 @@ class EvaluateOptions(Checked):
     mixture: MixturePath
     """The folder that farflung mixture split has made, with the experts' runs in MIX/runs/0, MIX/runs/1 and so on."""
     dense: Path | None = None
-    """The run of one model, or what farflung export has made of it, to judge by the same sequences."""
+    """The run of one model, or what farflung export has made of it, to judge by the same data."""
     prefix: int | None = setting(None, least=1)
-    """Tokens that the routers read; unset: as many as they have learnt to."""
+    """Of text: tokens that the routers read; unset: as many as they have learnt to."""
+    top: int | None = setting(None, least=1)
+    """Of pictures: how many experts work on one, beside one and all; unset: 2."""
+    all_above: float | None = setting(None, least=0, most=1)
+    """Of pictures: the share of noise above which all experts work, and below only one; unset: 0.5."""
+    drawn_pictures: int | None = setting(None, least=0)
+    """Of pictures: how many are drawn for the Frechet distance of each; 0 leaves it out; unset: 128."""
+    grid: Path | None = None
+    """Of pictures: a PNG file to write, of what each draws from the same noise, side by side."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ MixtureOptions = (
 
 
 def mixture(arguments: list[str]) -> None:
-    """Split a text among experts that never talk to each other, show who got what, judge them, or join them."""
+    """Split data among experts that never talk to each other, show who got what, judge them, or join them."""
     actions = {"split": split, "router": router, "evaluate": evaluate, "export": export}
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: farflung mixture ACTION [options], with --help for an action's options\n")
@@ -83,83 +88,85 @@ def mixture(arguments: list[str]) -> None:
 
 
 def split(arguments: list[str]) -> None:
-    """Train routers, and deal a text among as many experts; under torchrun, on several machines."""
-    settings = parse(SplitSettings, arguments, "mixture split", split.__doc__)
+    """Deal text, or pictures, among experts; under torchrun, text on several machines."""
+    kind = kind_of(value_among(arguments, "--workload") or SplitSettings.workload)
+    settings = parse(kind.Settings, arguments, "mixture split", split.__doc__)
 
-    from farflung.mixtures.split import split as make_split
     from farflung.networks import from_env
 
     network = from_env()
     first = network.rank == network.members()[0]
-    made = make_split(settings, network, _tell_round if first else lambda _: None)
+    made = kind.split(settings, network, _tell if first else lambda _: None)
     if not first:
         return
-    print(_table_of(made))
+    _tell_all(kind.dealt(made))
     if network.traffic.bytes_sent:
         print(f"sent to each other machine, scores and routers: {network.traffic.bytes_sent:,} bytes in all")
+    _write_page(kind, made)
     print(f"farflung: {made.folder} has a part for each of {made.experts} experts; train each, anywhere, by itself:")
-    length = f"--sequence-length {made.sequence_length}"
-    print(f"  farflung train --data {made.store(0)} {length} --out {made.run(0)}    and so on")
+    print(f"  farflung train {kind.train_flags(made)} --data {made.store(0)} --out {made.run(0)}    and so on")
 
 
 def router(arguments: list[str]) -> None:
-    """Show how the routers have learnt, who got what, and an example of each expert's text."""
+    """Show what has been learnt of who gets what, who got what, and an example of each expert's data."""
     options = parse(RouterOptions, arguments, "mixture router", router.__doc__)
-
-    from farflung.mixtures import joined
-    from farflung.mixtures.folder import read
-    from farflung.mixtures.routers import RouterRound
-
-    found = read(options.mixture)
-    if options.text is not None:
-        scores = joined.route(found, options.text)
-        print("\n".join(f"expert {number}: {-score:.3f} nats a token" for number, score in enumerate(scores)))
-        print(f"farflung: expert {scores.argmax()} continues this text")
-        return
-    for one in found.rounds:
-        _tell_round(RouterRound(**one))
-    print(_table_of(found))
-    for number in range(found.experts):
-        print(f"expert {number}: {joined.example(found, number)[:EXAMPLE]!r}")
+    kind, found = _read(options.mixture)
+    _tell_all(kind.told(found, **_own(kind, options)))
 
 
 def evaluate(arguments: list[str]) -> None:
-    """Judge each held-out sequence by the expert that it is routed to, and a dense model beside them."""
+    """Judge what is held out by the expert that it is routed to, and one model beside them."""
     options = parse(EvaluateOptions, arguments, "mixture evaluate", evaluate.__doc__)
-
-    from farflung.mixtures.folder import read
-    from farflung.mixtures.joined import evaluate as judge
-
-    found = read(options.mixture)
+    kind, found = _read(options.mixture)
+    own = _own(kind, options)
     with tempfile.TemporaryDirectory() as name, working("judging"):
-        experts = _experts(found, Path(name))
+        experts = _experts(kind, found, Path(name))
         dense = _exported(options.dense, Path(name) / "dense") if options.dense else None
-        score = judge(found, experts, dense, options.prefix)
-    print(_told(score))
+        lines = [*kind.judged(found, experts, dense, **own)]
+    _tell_all(lines)
 
 
 def export(arguments: list[str]) -> None:
-    """Join all experts and routers in one folder that AutoModelForCausalLM loads with trust_remote_code=True."""
+    """Join all experts, and what routes between them, in one folder that needs no farflung."""
     options = parse(ExportOptions, arguments, "mixture export", export.__doc__)
 
-    from farflung.mixtures.folder import read, written_beside
-    from farflung.mixtures.joined import join
+    from farflung.mixtures.folder import written_beside
 
-    found = read(options.mixture)
+    kind, found = _read(options.mixture)
     refuse_taken(options.folder, "give a folder that does not, or an empty one")
     with tempfile.TemporaryDirectory() as name, working("joining the experts"):
-        experts = _experts(found, Path(name))
+        experts = _experts(kind, found, Path(name))
         with written_beside(options.folder) as folder:
-            join(found, experts, folder)
-    print(f"farflung: {options.folder} holds {len(experts)} of {found.experts} experts and their routers")
+            kind.join(found, experts, folder)
+    held = f"{len(experts)} of {found.experts} experts, and what routes between them"
+    print(f"farflung: {options.folder} holds {held}; {kind.exported}")
 
 
-def _experts(found: Mixture, folder: Path) -> dict[int, Path]:
+def _read(folder: Path) -> tuple[Kind, Split]:
+    from farflung.mixtures.folder import workload_of
+
+    kind = kind_of(workload_of(folder))
+    found: Split = kind.read(folder)
+    return kind, found
+
+
+def _own(kind: Kind, options: Any) -> dict[str, Any]:
+    """What was given of what only some kinds of mixtures take. Raises UserError where this one does not."""
+    given = {one.name: getattr(options, one.name) for one in dataclasses.fields(options)}
+    own = {name: value for name, value in given.items() if value is not None and name not in ("mixture", "dense")}
+    if strange := sorted(own.keys() - kind.options):
+        raise UserError(
+            f"{flag(strange[0])} is not for mixtures of {kind.noun}s, as {options.mixture} is; leave it out"
+        )
+    return own
+
+
+def _experts(kind: Kind, found: Split, folder: Path) -> dict[int, Path]:
     """The experts that are trained, exported into a folder; tells of those that are not."""
     runs = {number: found.run(number) for number in range(found.experts)}
     there = {number: run for number, run in runs.items() if run.exists()}
     for number in runs.keys() - there.keys() if there else ():
-        missing = f"expert {number} is missing: there is no {runs[number]}; its sequences go to the next best"
+        missing = f"expert {number} is missing: there is no {runs[number]}; its {kind.noun}s go to the next best"
         print(f"farflung: {missing}", file=sys.stderr)
     return {number: _exported(run, folder / str(number)) for number, run in there.items()}
 
@@ -174,28 +181,20 @@ def _exported(run: Path, folder: Path) -> Path:
     return folder
 
 
-def _tell_round(one: RouterRound) -> None:
-    pure = "" if one.purity is None else f", purity {one.purity:.3f}"
-    chosen = ", ".join(f"{share:.0%}" for share in one.chosen)
-    print(f"round {one.number}: {one.loss:.3f} nats a token{pure}; without seats they would take {chosen}", flush=True)
+def _write_page(kind: Kind, made: Split) -> None:
+    """A report in the mixture's folder, and where it is."""
+    from farflung.report.split import write_split
+
+    out = made.folder / "report.html"
+    title = f"{made.experts} experts' {kind.noun}s: {made.folder.name}"
+    with disk_errors(f"write {out}", "make room"):
+        write_split(out, title, kind.told(made), kind.picture(made))
+    print(f"report: {out}")
 
 
-def _table_of(found: Mixture) -> str:
-    """How many sequences each expert has, of each source."""
-    lines = []
-    for number, (dealt, judged) in enumerate(zip(found.dealt, found.held_out, strict=True)):
-        of = ", ".join(f"{count:,} of {source}" for count, source in zip(dealt, found.data, strict=True) if count)
-        lines.append(f"expert {number}: {counted(sum(dealt), 'sequence')} ({of}), {judged:,} held out")
-    return "\n".join(lines)
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
-def _told(score: MixtureScore) -> str:
-    def told(what: str, loss: float | None) -> str:
-        return "" if loss is None else f"{what}{loss:.4f} nats a token, perplexity {exp(loss):.2f}"
-
-    lines = []
-    for one in score.experts:
-        instead = f" ({one.instead} of them of missing experts)" if one.instead else ""
-        lines.append(f"expert {one.number}: {counted(one.sequences, 'sequence')}{instead}{told(', ', one.loss)}")
-    lines.append(told("mixture: ", score.loss))
-    return "\n".join(filter(None, [*lines, told("dense: ", score.dense)]))
+def _tell_all(lines: Iterable[str]) -> None:
+    print("\n".join(lines))

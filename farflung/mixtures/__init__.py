@@ -1,1 +1,1 @@
-"""Floor 5: mixtures of language models, each trained by itself on its own part of a text, and routers between them."""
+"""Floor 5: mixtures of models, each trained by itself on its own part of the data, and what routes between them."""

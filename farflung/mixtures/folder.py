@@ -1,4 +1,4 @@
-"""A mixture's folder: a store of tokens for each expert, a model for each router, and what they are of.
+"""A mixture's folder: the data of each expert, what routes between them, and what they are of.
 
 MIX/mixture.json  MIX/expert-0/ …  MIX/router-0/ …  MIX/runs/0/ …
 
@@ -11,9 +11,9 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from farflung import formats
 from farflung.errors import UserError, disk_errors
@@ -22,14 +22,52 @@ from farflung.workloads import tokenizers
 from farflung.workloads.tokenizers import Tokenizer
 
 MANIFEST = "mixture.json"
+WORKLOAD = "workload"
+"""Its key there."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """A text that was split among experts."""
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Data that was split among experts, whatever it is."""
 
+    workload: ClassVar[str]
+    """What the experts are trained as."""
     folder: Path
     experts: int
+    dealt: list[list[int]]
+    """For each expert, how many samples of each source, or class, it is trained on."""
+    held_out: list[int]
+    """For each expert, how many samples it is judged by."""
+
+    def store(self, expert: int) -> Path:
+        """The data that an expert is trained on."""
+        return self.folder / f"expert-{expert}"
+
+    def run(self, expert: int) -> Path:
+        """Where an expert's run is looked for."""
+        return self.folder / "runs" / str(expert)
+
+    def write(self) -> None:
+        """Writes the manifest, with which the folder is whole."""
+        table = {formats.KEY: formats.MIXTURE.version, WORKLOAD: self.workload, **asdict(self)}
+        del table["folder"]
+        write_text(self.folder / MANIFEST, json.dumps(table, indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """That in a folder. Raises UserError where there is none, or it is damaged or of another format."""
+        table = _table(folder)
+        try:
+            return cls(folder=folder, **{one.name: table[one.name] for one in fields(cls) if one.name in table})
+        except TypeError as error:
+            raise _damaged(folder, error) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Split):
+    """A text that was split among experts."""
+
+    workload: ClassVar[str] = "language"
     prefix: int
     """Tokens that the routers have learnt to read."""
     sequence_length: int
@@ -39,24 +77,12 @@ class Mixture:
     """Its hash."""
     data: list[str]
     """The sources."""
-    dealt: list[list[int]]
-    """For each expert, how many sequences of each source it is trained on."""
-    held_out: list[int]
-    """For each expert, how many sequences it is judged by."""
     rounds: list[dict[str, Any]]
     """How the routers have dealt sequences, round by round; see RouterRound."""
-
-    def store(self, expert: int) -> Path:
-        """The store that an expert is trained on."""
-        return self.folder / f"expert-{expert}"
 
     def router(self, expert: int) -> Path:
         """The folder of an expert's router."""
         return self.folder / f"router-{expert}"
-
-    def run(self, expert: int) -> Path:
-        """Where an expert's run is looked for."""
-        return self.folder / "runs" / str(expert)
 
     def read_tokenizer(self) -> Tokenizer:
         """What makes its tokens. Raises UserError where it is another one by now."""
@@ -68,26 +94,28 @@ class Mixture:
             )
         return found
 
-    def write(self) -> None:
-        """Writes the manifest, with which the folder is whole."""
-        table = {formats.KEY: formats.MIXTURE.version, **asdict(self)}
-        del table["folder"]
-        write_text(self.folder / MANIFEST, json.dumps(table, indent=1))
+
+def workload_of(folder: Path) -> str:
+    """What a mixture's experts are trained as. Raises UserError where there is none, or it is damaged."""
+    return str(_table(folder).get(WORKLOAD, Mixture.workload))  # of old, there were mixtures of text alone
 
 
-def read(folder: Path) -> Mixture:
-    """The mixture in a folder. Raises UserError where there is none, or it is damaged or of another format."""
+def _table(folder: Path) -> dict[str, Any]:
     where = folder / MANIFEST
     if not where.exists():
         raise UserError(f"{folder} holds no mixture; give a folder that farflung mixture split has made")
     try:
-        table = json.loads(where.read_text("utf-8"))
+        table: dict[str, Any] = json.loads(where.read_text("utf-8"))
         formats.MIXTURE.check(table, str(where))
-        return Mixture(folder, **{name: table[name] for name in Mixture.__dataclass_fields__ if name != "folder"})
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{where} is damaged ({error}); split the text again") from error
+        raise _damaged(folder, error) from error
+    return table
+
+
+def _damaged(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder / MANIFEST} is damaged ({error}); split the data again")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from farflung.mixtures.modeling import MixtureConfig, MixtureForCausalLM
 from farflung.mixtures.routers import mean_scores
 from farflung.workloads import models, store
 from farflung.workloads.data import Rows
-from farflung.workloads.tokenizers import Pretrained, Tokenizer
+from farflung.workloads.tokenizers import FILES, Pretrained, Tokenizer
 
 BATCH = 16
 """Sequences that a model is judged by at once."""
@@ -160,7 +160,11 @@ def _loss(folder: Path, sequences: Tensor, tokenizer: Tokenizer) -> float | None
 
 
 def _expert(folder: Path, tokenizer: Tokenizer) -> Any:
-    """A model in evaluation mode. Raises UserError for one of other tokens."""
+    """A model in evaluation mode. Raises UserError for one of other tokens, or of no text."""
+    if not any((folder / name).exists() for name in FILES):
+        raise UserError(
+            f"{folder} holds no model of text, as it has no tokenizer; train that expert on its own part of the mixture"
+        )
     if not Pretrained(str(folder)).alike(tokenizer):
         raise UserError(
             f"{folder} has other tokens than the mixture, whose text was split with another tokenizer; train that "

@@ -14,6 +14,8 @@ from farflung.tables import rule_of, setting
 class SplitSettings:
     """Which text to split, among how many experts, and how the routers learn to."""
 
+    workload: str = "language"
+    """What is split: language, or images, which has flags of its own: split --workload images --help."""
     data: tuple[str, ...]
     """What to split, each as for train --data; of several, the routers' table shows who gets which."""
     out: Path

@@ -60,16 +60,16 @@ def split(settings: SplitSettings, network: Network, told: Callable[[RouterRound
             "out goes to it; give more text, or fewer --experts"
         )
     mixture = Mixture(
-        settings.out,
-        settings.experts,
-        settings.prefix,
-        settings.sequence_length,
-        settings.tokenizer,
-        tokenizer.digest,
-        [*settings.data],
-        table_of(experts, corpus.sources(np.arange(len(corpus)))).tolist(),
-        judged.tolist(),
-        [asdict(one) for one in rounds.rounds],
+        folder=settings.out,
+        experts=settings.experts,
+        dealt=table_of(experts, corpus.sources(np.arange(len(corpus)))).tolist(),
+        held_out=judged.tolist(),
+        prefix=settings.prefix,
+        sequence_length=settings.sequence_length,
+        tokenizer=settings.tokenizer,
+        digest=tokenizer.digest,
+        data=[*settings.data],
+        rounds=[asdict(one) for one in rounds.rounds],
     )
     with written_beside(settings.out) as folder, models.without_remarks():
         there = replace(mixture, folder=folder)

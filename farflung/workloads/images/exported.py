@@ -9,6 +9,8 @@ from farflung.files import write_text
 from farflung.workloads.images.network import MOMENTS, STEPS
 from farflung.workloads.images.pictures import Form
 
+CLASSES = "classes.json"
+"""The file of the classes' names, in the order of their numbers."""
 README = """# A network that draws
 
 It draws pictures of {height}×{width} pixels. The names of their classes are in `classes.json`, in the order of their
@@ -43,7 +45,7 @@ for name, picture in zip(classes, pictures):
 
 def write_beside(folder: Path, form: Form) -> None:
     """Writes `classes.json` and a README into a folder of weights."""
-    write_text(folder / "classes.json", json.dumps(form.classes, ensure_ascii=False, indent=1))
+    write_text(folder / CLASSES, json.dumps(form.classes, ensure_ascii=False, indent=1))
     channels, height, width = form.shape
     text = README.format(channels=channels, height=height, width=width, moments=MOMENTS, steps=STEPS)
     write_text(folder / "README.md", text)

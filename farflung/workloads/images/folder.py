@@ -1,9 +1,10 @@
-"""A folder of pictures, whose sub-folders are classes."""
+"""A folder of pictures, whose sub-folders are classes, by their names or, in a part of other pictures, by number."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from farflung.errors import UserError
+from farflung.files import write_text
 from farflung.workloads.images.pictures import Form, Pictures
 from farflung.workloads.images.settings import LEAST_SIDE
 
@@ -23,6 +25,13 @@ DEEP = {"I", "I;16", "I;16L", "I;16B"}
 """Pillow's modes of pictures of 16 bits a pixel."""
 GREY = {"1", "L", "LA", *DEEP}
 """Those of pictures without colours."""
+
+
+TABLE = "pictures.json"
+"""Where it is there, it has the names of the `classes`, whose sub-folders are then called 0, 1 and so on.
+
+So a part of some pictures has the classes of all of them. With `parts`, those sub-folders are in these folders.
+"""
 
 
 class _File(NamedTuple):
@@ -72,18 +81,39 @@ class Folder:
 
     @cached_property
     def _classes(self) -> tuple[str, ...]:
-        """The sub-folders' names, or the folder's own."""
+        """The classes in the table, or the sub-folders' names, or the folder's own."""
         if not self.path.is_dir():
             raise UserError(f"data {str(self.path)!r}: there is no such folder; give glyphs, or a folder of pictures")
+        if self._table:
+            return tuple(self._table["classes"])
         below = sorted(path.name for path in self.path.iterdir() if path.is_dir() and any(_pictures(path)))
         if below and (loose := next((path for path in _pictures(self.path) if path.parent == self.path), None)):
             raise UserError(f"data {loose}: lies beside folders of classes; move it into one of them, or elsewhere")
         return tuple(below) or (self.path.name,)
 
     @cached_property
+    def _table(self) -> dict[str, list[str]]:
+        where = self.path / TABLE
+        try:
+            table = json.loads(where.read_text("utf-8"))
+            return {name: [*map(str, table[name])] for name in ("classes", "parts")}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{where} is damaged ({error!r}); make that part again, or remove the file") from error
+
+    def _homes(self) -> list[tuple[int, Path]]:
+        """Folders of pictures of one class, and its number."""
+        if self._table:
+            parts = [self.path / part for part in self._table["parts"]]
+            return [(number, part / str(number)) for part in parts for number in range(len(self._classes))]
+        if self._classes == (self.path.name,):
+            return [(0, self.path)]
+        return [(number, self.path / name) for number, name in enumerate(self._classes)]
+
+    @cached_property
     def _files(self) -> list[_File]:
-        homes = [self.path / name for name in self._classes] if self._classes != (self.path.name,) else [self.path]
-        found = [_File(path, label) for label, home in enumerate(homes) for path in _pictures(home)]
+        found = [_File(path, label) for label, home in self._homes() for path in _pictures(home)]
         if not found:
             raise UserError(f"data {self.path}: holds no picture; give a folder of PNG, JPEG or other pictures")
         return found
@@ -94,6 +124,23 @@ class Folder:
         if not self.resize:
             return picture
         return ImageOps.fit(picture, (self.resize, self.resize), Image.Resampling.LANCZOS)
+
+
+def write_part(path: Path, classes: Sequence[str], some: Pictures) -> None:
+    """Writes pictures as a folder that has all classes of the whole that they are a part of."""
+    from PIL import Image
+
+    for number, (pixels, label) in enumerate(zip(some.pixels, some.labels.tolist(), strict=True)):
+        home = path / str(label)
+        home.mkdir(parents=True, exist_ok=True)
+        values = pixels.permute(1, 2, 0).numpy()
+        Image.fromarray(values.squeeze(-1) if len(pixels) == 1 else values).save(home / f"{number:06d}.png")
+    write_table(path, classes, [""])
+
+
+def write_table(path: Path, classes: Sequence[str], parts: Sequence[str]) -> None:
+    """Says in a folder what the classes of pictures are, which lie in parts of it."""
+    write_text(path / TABLE, json.dumps({"classes": [*classes], "parts": [*parts]}, ensure_ascii=False, indent=1))
 
 
 def _pictures(folder: Path) -> Iterator[Path]:

@@ -36,8 +36,11 @@ def library() -> Any:
     return diffusers
 
 
-def outline(form: Form, width: int) -> Any:
-    """The U-Net for such pictures, without memory for its weights. Raises UserError."""
+def outline(form: Form, width: int, out_channels: int | None = None) -> Any:
+    """The U-Net for such pictures, without memory for its weights; it gives as many channels as they have, or others.
+
+    Raises UserError.
+    """
     kind = library().UNet2DModel
     channels, height, across = [width], form.height, form.width
     while min(height, across) > SMALLEST and height % 2 == across % 2 == 0:
@@ -47,7 +50,7 @@ def outline(form: Form, width: int) -> Any:
         return kind(
             sample_size=(form.height, form.width),
             in_channels=form.channels,
-            out_channels=form.channels,
+            out_channels=out_channels or form.channels,
             block_out_channels=channels,
             layers_per_block=1,
             down_block_types=["DownBlock2D"] * len(channels),
@@ -58,10 +61,15 @@ def outline(form: Form, width: int) -> Any:
 
 
 def build(form: Form, width: int, seed: int, reshape: Reshape | None) -> Any:
-    """The U-Net with random weights, each module's from the seed and its name. Raises UserError."""
+    """The U-Net with random weights: see `with_weights`. Raises UserError."""
     model = outline(form, width)
     if reshape:
         reshape(model)
+    return with_weights(model, seed)
+
+
+def with_weights(model: Any, seed: int) -> Any:
+    """A model without memory, with random weights, each module's from the seed and its name."""
     model.to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]):
         for name, module in model.named_modules():

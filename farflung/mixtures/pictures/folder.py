@@ -1,0 +1,56 @@
+"""A mixture's folder, of pictures: see farflung/mixtures/folder.py. MIX/router/ is one network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farflung.mixtures.folder import Split
+from farflung.workloads.images.settings import ImagesSettings
+from farflung.workloads.images.workload import Images
+
+EXAMPLES = "examples.png"
+"""A row of pictures of each part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSplit(Split):
+    """Pictures that were split among experts."""
+
+    workload: ClassVar[str] = "images"
+    classes: list[str]
+    purity: float | None
+    """The share of pictures that are of the class that most of their part's are of; None for one class."""
+    hits: dict[str, float] = field(default_factory=dict)
+    """By the share of noise in the pictures held out, the share of them whose part the router knows."""
+
+    @property
+    def router(self) -> Path:
+        """The router's folder."""
+        return self.folder / "router"
+
+    @property
+    def examples(self) -> Path:
+        """A picture of pictures of each part."""
+        return self.folder / EXAMPLES
+
+    def numbers(self) -> Tensor:
+        """(n,) int64: which part each picture is of, of all that are trained on, in the order of the whole folder."""
+        return torch.arange(self.experts).repeat_interleave(torch.tensor([sum(row) for row in self.dealt]))
+
+    def whole(self, drawn: int = 0) -> Images:
+        """The pictures of all parts, with so many drawn ones for the Frechet distance."""
+        return _images(self.folder, drawn)
+
+    def part(self, expert: int) -> Images:
+        """Those of one part, without the distance."""
+        return _images(self.store(expert), 0)
+
+
+def _images(folder: Path, drawn: int) -> Images:
+    """A folder's pictures, of which all that are held out count."""
+    return Images(ImagesSettings(data=str(folder), eval_pictures=1 << 62, drawn_pictures=drawn))

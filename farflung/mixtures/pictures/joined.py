@@ -1,0 +1,180 @@
+"""The experts of a mixture of pictures together: what they come to, what they draw, and one folder of them all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farflung.errors import UserError
+from farflung.files import write_text
+from farflung.mixtures.pictures import modeling, router
+from farflung.mixtures.pictures.folder import PictureSplit
+from farflung.mixtures.pictures.modeling import PictureMixture
+from farflung.workloads.base import Score
+from farflung.workloads.images import exported, network
+from farflung.workloads.images.pictures import Form, grid
+from farflung.workloads.images.workload import Images
+
+BATCH = 64
+"""Pictures that are judged, and drawn, at once."""
+CLASSES, NOISES = 32, 16
+"""Rows of a grid, at most: one for each class, or one for each noise where there is one class."""
+CPU = torch.device("cpu")
+ONE_CLASS_ABOVE = 0.5
+"""The share of noise above which all experts draw pictures that have no class: there, it may be of any part."""
+
+
+@dataclass(frozen=True)
+class PictureScore:
+    """What a mixture comes to on the pictures held out."""
+
+    ways: dict[str, Score]
+    """By which experts work on a picture; `dense` is one model."""
+    own: dict[int, float]
+    """The loss of each expert on its own part."""
+    instead: int
+    """How many of the pictures are of missing experts, as the router sees them without noise."""
+    grid: bytes
+    """A PNG file: a column for each way, of pictures from the same noise in each row."""
+
+
+def evaluate(
+    split: PictureSplit, experts: Mapping[int, Path], dense: Path | None, *, top: int, all_above: float, drawn: int
+) -> PictureScore:
+    """Judges a mixture by all pictures held out, with the noise that one model is judged with.
+
+    Args:
+        experts: the exported networks that there are, by number; the pictures of others go to the next best.
+        dense: one exported network to judge by the same pictures.
+        top: how many experts work on a picture, in one of the ways beside one and all.
+        all_above: the share of noise above which all do, in another.
+        drawn: pictures for the Frechet distance; 0 leaves it out.
+
+    Raises UserError: there is no expert; one draws other pictures.
+    """
+    whole, mixture = split.whole(drawn), joined(split, experts)
+    labels, scores, columns = _labels(whole.form), {}, []
+    own = {
+        number: _loss(split.part(number), expert)
+        for number, expert in zip(mixture.numbers, mixture.experts, strict=True)
+    }
+    for name, model in _models(mixture, dense, whole.form, top, all_above):
+        with torch.no_grad():
+            scores[name] = whole.evaluate(model, BATCH, CPU)
+            columns.append(network.draw(model, labels, whole.form, 0, BATCH))
+    return PictureScore(scores, own, _instead(mixture, whole), grid(torch.stack(columns, dim=1)))
+
+
+def joined(split: PictureSplit, experts: Mapping[int, Path]) -> PictureMixture:
+    """The experts that there are, and the router, in evaluation mode. Raises UserError."""
+    if not experts:
+        raise UserError(
+            f"{split.folder} has no expert that is trained; first: farflung train --workload images "
+            f"--data {split.store(0)} --out {split.run(0)}, and so on for each"
+        )
+    form = split.whole(0).form
+    parts = {number: loaded(folder, form) for number, folder in experts.items()}
+    with_class = 1.0 if len(form.classes) > 1 else ONE_CLASS_ABOVE
+    return PictureMixture(_network(split.router), parts, 1, with_class).eval()
+
+
+def join(split: PictureSplit, experts: Mapping[int, Path], target: Path) -> None:
+    """Writes one folder with the experts that there are, the router, and the class that draws with them.
+
+    Raises UserError: there is no expert; one draws other pictures.
+    """
+    mixture = joined(split, experts)
+    for number, folder in experts.items():
+        shutil.copytree(folder, target / f"expert-{number}")
+    shutil.copytree(split.router, target / "router")
+    shutil.copy(modeling.__file__, target / "mixture.py")
+    table = {"experts": mixture.numbers, "top": mixture.top, "all_above": mixture.all_above}
+    write_text(target / modeling.TABLE, json.dumps(table))
+    write_text(target / exported.CLASSES, json.dumps(split.classes, ensure_ascii=False, indent=1))
+    write_text(target / "README.md", README.format(**table | {"experts": len(mixture.numbers)}))
+
+
+README = """# Networks that draw, and a router
+
+There are {experts} experts, each trained with farflung on its own part of the pictures, by flow matching, and a router
+that says of a noisy picture which part it is of. This, run in this folder, draws one picture of each class with
+torch and [diffusers](https://huggingface.co/docs/diffusers):
+
+```python
+import json
+from pathlib import Path
+
+import torch
+from mixture import PictureMixture
+from PIL import Image
+
+classes = json.loads(Path("classes.json").read_text())
+model = PictureMixture.from_pretrained(".")
+for name, picture in zip(classes, model.draw(torch.arange(len(classes)), seed=0)):
+    pixels = ((picture.clamp(-1, 1) + 1) * 127.5).byte().permute(1, 2, 0).squeeze(-1)
+    Image.fromarray(pixels.numpy()).save(f"{{name}}.png")
+```
+
+`model.top` experts, {top}, work on a picture; where noise has more than `model.all_above`, {all_above:g}, all do. It is
+called as a `UNet2DModel` is: `model(pictures, moments, labels).sample` is the flow.
+"""
+
+
+def loaded(folder: Path, form: Form) -> Any:
+    """An exported network that draws pictures of a form. Raises UserError for anything else."""
+    try:
+        model = _network(folder)
+        classes = json.loads((folder / exported.CLASSES).read_text("utf-8"))
+        size = model.config.in_channels, *model.config.sample_size
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{folder} holds no network that draws; train that expert on its own part of the mixture, with "
+            "farflung train --workload images"
+        ) from error
+    if (*classes,) != form.classes or size != form.shape:
+        raise UserError(
+            f"{folder} draws {'×'.join(map(str, size))} pixels of {len(classes)} classes, and the mixture "
+            f"{'×'.join(map(str, form.shape))} of {len(form.classes)}, maybe others; train that expert on its own part "
+            "of the mixture"
+        )
+    return model
+
+
+def _network(folder: Path) -> Any:
+    return network.library().UNet2DModel.from_pretrained(folder, local_files_only=True).eval()
+
+
+def _models(
+    mixture: PictureMixture, dense: Path | None, form: Form, top: int, all_above: float
+) -> Iterator[tuple[str, Any]]:
+    """One model, and the mixture in all ways, one after the other."""
+    if dense:
+        yield "dense", loaded(dense, form)
+    experts = len(mixture.numbers)
+    ways = {f"top {number}": (number, 1.0) for number in sorted({1, min(top, experts)})}
+    ways |= {"all": (experts, 1.0), f"all above {all_above:g}, then one": (1, all_above)}
+    for name, (mixture.top, mixture.all_above) in ways.items():
+        yield name, mixture
+
+
+def _labels(form: Form) -> Tensor:
+    classes = len(form.classes)
+    return torch.arange(min(classes, CLASSES)) if classes > 1 else torch.zeros(NOISES, dtype=torch.int64)
+
+
+@torch.no_grad()
+def _loss(images: Images, model: Any) -> float:
+    return images.evaluate(model, BATCH, CPU).value
+
+
+@torch.no_grad()
+def _instead(mixture: PictureMixture, whole: Images) -> int:
+    chosen = router.posteriors(mixture.router, whole.held_out, 0.0, 0).argmax(dim=1)
+    return int((~torch.isin(chosen, torch.tensor(mixture.numbers))).sum())
