@@ -22,12 +22,13 @@ from bench.lib.table import Part, Table
 from bench.lib.training import simulate
 from farflung.mixtures.pictures import router
 from farflung.mixtures.pictures.folder import PictureSplit
-from farflung.mixtures.pictures.joined import BATCH, CPU, evaluate, join, loaded
+from farflung.mixtures.pictures.joined import join, joined, judged, loaded, ways
 from farflung.mixtures.pictures.settings import PictureSplitSettings
 from farflung.mixtures.pictures.split import split, write
 from farflung.training.export import export
 from farflung.workloads.images.folder import write_part
 from farflung.workloads.images.pictures import Pictures
+from farflung.workloads.images.pictures import grid as side_by_side
 from farflung.workloads.images.settings import ImagesSettings
 from farflung.workloads.images.workload import FRECHET, Images
 
@@ -60,7 +61,7 @@ class Options:
     """Letters drawn for the Frechet distance."""
 
 
-SMOKE = Options(letters="AO", told=(True,), seeds=(0,), steps=2, batch_size=8, router_steps=60, drawn_pictures=4)
+SMOKE = Options("AO", told=(False,), seeds=(0,), steps=2, batch_size=8, router_steps=60, drawn_pictures=0)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -76,7 +77,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         lines = [(way, *(around(one[kind][way] for one in found) for kind in kinds)) for way in found[0]["losses"]]
         title = f"{len(options.letters)} letters, {'told which' if told else 'not told which'}, {options.steps} steps"
         yield Table(dict.fromkeys(["", "held-out loss", FRECHET][: 1 + len(kinds)], ""), lines, title)
-        yield f"{', '.join(grid.name for grid in grids)}: a column for each of {', '.join(found[0]['columns'])}"
+        yield f"{', '.join(grid.name for grid in grids)}: a column for each, in this order"
 
 
 def made(options: Options, told: bool, seed: int, grid: Path) -> Result:
@@ -90,17 +91,20 @@ def made(options: Options, told: bool, seed: int, grid: Path) -> Result:
         whole = partial(_trained, options, data=mix.folder, batch_size=options.batch_size, seed=seed)
         one = whole(folder / "one")
         student = whole(folder / "student", workload=STUDENT, teacher=str(folder / "joined"))
-        judge = partial(evaluate, top=2, all_above=options.all_above, drawn=options.drawn_pictures)
-        mixed, random = judge(mix, experts, one), judge(by_chance, _experts(options, by_chance, seed), None)
-        taught = mix.whole(options.drawn_pictures)
-        scores = mixed.ways | {f"split by chance, {way}": score for way, score in random.ways.items()}
-        with torch.no_grad():
-            scores["student"] = taught.evaluate(loaded(student, taught.form), BATCH, CPU)
+        judge, more = mix.whole(options.drawn_pictures), (2, options.all_above)
+        by_chances = joined(by_chance, _experts(options, by_chance, seed))
+        models = {
+            "one model": loaded(one, judge.form),
+            **dict(ways(joined(mix, experts), *more)),
+            **{f"split by chance, {way}": model for way, model in ways(by_chances, *more)},
+            "student": loaded(student, judge.form),
+        }
+        found = {name: judged(judge, model) for name, model in models.items()}
     grid.parent.mkdir(exist_ok=True)
-    grid.write_bytes(mixed.grid)
-    losses = {way: score.value for way, score in scores.items()}
-    distances = {way: score.others[FRECHET] for way, score in scores.items() if score.others}
-    return {"losses": losses, "distances": distances, "columns": [*mixed.ways]}
+    grid.write_bytes(side_by_side(torch.stack([column for _, column in found.values()], dim=1)))
+    losses = {name: score.value for name, (score, _) in found.items()}
+    distances = {name: score.others[FRECHET] for name, (score, _) in found.items() if score.others}
+    return {"losses": losses, "distances": distances}
 
 
 def _settings(options: Options, told: bool, seed: int, folder: Path) -> PictureSplitSettings:

@@ -60,16 +60,33 @@ def evaluate(
     Raises UserError: there is no expert; one draws other pictures.
     """
     whole, mixture = split.whole(drawn), joined(split, experts)
-    labels, scores, columns = _labels(whole.form), {}, []
+    scores, columns = {}, []
     own = {
         number: _loss(split.part(number), expert)
         for number, expert in zip(mixture.numbers, mixture.experts, strict=True)
     }
-    for name, model in _models(mixture, dense, whole.form, top, all_above):
-        with torch.no_grad():
-            scores[name] = whole.evaluate(model, BATCH, CPU)
-            columns.append(network.draw(model, labels, whole.form, 0, BATCH))
+    one = [("dense", loaded(dense, whole.form))] if dense else []
+    for name, model in (*one, *ways(mixture, top, all_above)):
+        scores[name], column = judged(whole, model)
+        columns.append(column)
     return PictureScore(scores, own, _instead(mixture, whole), grid(torch.stack(columns, dim=1)))
+
+
+@torch.no_grad()
+def judged(whole: Images, model: Any) -> tuple[Score, Tensor]:
+    """What a network comes to, and a column of what it draws: a picture of each class, or of each of some noises."""
+    classes = len(whole.form.classes)
+    labels = torch.arange(min(classes, CLASSES)) if classes > 1 else torch.zeros(NOISES, dtype=torch.int64)
+    return whole.evaluate(model, BATCH, CPU), network.draw(model, labels, whole.form, 0, BATCH)
+
+
+def ways(mixture: PictureMixture, top: int, all_above: float) -> Iterator[tuple[str, PictureMixture]]:
+    """A mixture with one expert at work, with some, with all, and with all above a share of noise, by name."""
+    experts = len(mixture.numbers)
+    found = {f"top {number}": (number, 1.0) for number in sorted({1, min(top, experts)})}
+    found |= {"all": (experts, 1.0), f"all above {all_above:g}, then one": (1, all_above)}
+    for name, way in found.items():
+        yield name, PictureMixture(mixture.router, dict(zip(mixture.numbers, mixture.experts, strict=True)), *way)
 
 
 def joined(split: PictureSplit, experts: Mapping[int, Path]) -> PictureMixture:
@@ -81,8 +98,8 @@ def joined(split: PictureSplit, experts: Mapping[int, Path]) -> PictureMixture:
         )
     form = split.whole(0).form
     parts = {number: loaded(folder, form) for number, folder in experts.items()}
-    with_class = 1.0 if len(form.classes) > 1 else ONE_CLASS_ABOVE
-    return PictureMixture(_network(split.router), parts, 1, with_class).eval()
+    all_above = 1.0 if len(form.classes) > 1 else ONE_CLASS_ABOVE
+    return PictureMixture(_network(split.router), parts, 1, all_above).eval()
 
 
 def join(split: PictureSplit, experts: Mapping[int, Path], target: Path) -> None:
@@ -149,24 +166,6 @@ def loaded(folder: Path, form: Form) -> Any:
 
 def _network(folder: Path) -> Any:
     return network.library().UNet2DModel.from_pretrained(folder, local_files_only=True).eval()
-
-
-def _models(
-    mixture: PictureMixture, dense: Path | None, form: Form, top: int, all_above: float
-) -> Iterator[tuple[str, Any]]:
-    """One model, and the mixture in all ways, one after the other."""
-    if dense:
-        yield "dense", loaded(dense, form)
-    experts = len(mixture.numbers)
-    ways = {f"top {number}": (number, 1.0) for number in sorted({1, min(top, experts)})}
-    ways |= {"all": (experts, 1.0), f"all above {all_above:g}, then one": (1, all_above)}
-    for name, (mixture.top, mixture.all_above) in ways.items():
-        yield name, mixture
-
-
-def _labels(form: Form) -> Tensor:
-    classes = len(form.classes)
-    return torch.arange(min(classes, CLASSES)) if classes > 1 else torch.zeros(NOISES, dtype=torch.int64)
 
 
 @torch.no_grad()

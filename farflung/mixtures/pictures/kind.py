@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from farflung.mixtures.pictures.folder import PictureSplit
     from farflung.networks.base import Network
     from farflung.workloads.base import Score
+    from farflung.workloads.images import network
 else:
+    network = Later("farflung.workloads.images.network")
     folders, joined, split = (Later(f"farflung.mixtures.pictures.{name}") for name in ("folder", "joined", "split"))
 
 
@@ -28,14 +30,16 @@ class PicturesKind:
     Settings = PictureSplitSettings
     options = frozenset({"top", "all_above", "drawn_pictures", "grid"})
 
-    def split(self, settings: PictureSplitSettings, network: Network, tell: Callable[[str], object]) -> PictureSplit:
+    def split(self, settings: PictureSplitSettings, seat: Network, tell: Callable[[str], object]) -> PictureSplit:
         """See Kind: one machine does it. Raises UserError for more."""
-        if len(network.members()) > 1:
+        if len(seat.members()) > 1:
             raise UserError("one machine splits pictures, which is quick; start it without torchrun")
+        network.library()
         return split.split(settings, tell)
 
     def read(self, folder: Path) -> PictureSplit:
-        """See Kind."""
+        """See Kind. Raises UserError without diffusers, too."""
+        network.library()
         return folders.PictureSplit.read(folder)
 
     def train_flags(self, mixture: PictureSplit) -> str:

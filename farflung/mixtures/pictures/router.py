@@ -43,6 +43,8 @@ def trained(
         shares = torch.rand(len(ids), generator=random)
         batch = noisy(some.at(ids), torch.randn(len(ids), *form.shape, generator=random), shares)
         loss = nn.functional.cross_entropy(_scores(model, batch), parts[ids])
+        if not loss.isfinite():
+            raise UserError(f"the router has diverged with --lr {settings.lr:g}; give a smaller one")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,8 +53,6 @@ def trained(
         if step % max(1, settings.router_steps // TELLS) == 0:
             tell(f"router, step {step}: {sum(losses) / len(losses):.4f} nats a picture")
             losses.clear()
-    if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-        raise UserError(f"the router has diverged with --lr {settings.lr:g}; give a smaller one")
     return model.eval()
 
 
