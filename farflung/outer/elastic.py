@@ -267,7 +267,8 @@ class ElasticLoop(OuterLoop):
 
     def saved(self) -> None:
         """See Session."""
-        if self._lead(self._elastic.keeps) and self._values:
+        keeps = self._lead(self._elastic.keeps)
+        if self._values and keeps:
             self._elastic.give(self.state())
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from farflung.errors import UserError
 from farflung.hooks.trained import trainable
@@ -49,7 +49,7 @@ def whole_swarm(ticket: Ticket, settings: Settings, model: tuple[str, int]) -> t
     with looking_on(ticket, ListenAddress()) as network, tempfile.TemporaryDirectory() as scratch:
         network.expect_model(*model)
         try:
-            step = gather(network, settings, Path(scratch))
+            step = gather(cast("InternetNetwork", network), settings, Path(scratch))
         except (PeerLostError, TimeoutError) as error:
             raise UserError(f"not every stage of {ticket.name} can be had now: {error}; try again soon") from error
         return whole_weights(checkpoint.averages(Path(scratch))), f"what the swarm's peers had at step {step}"

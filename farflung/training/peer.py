@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -159,7 +159,7 @@ def run_peer(
         network = joining or leaving.enter_context(_following(near, settings, at, ticket, local, tell))
         step = island.step_of(near, settings, folder, at[0]) if resumed else None
         if joining and able:
-            _take_stage(joining, able, settings)
+            _take_stage(cast("InternetNetwork", joining), able, settings)  # folders have no swarms
         away = island.led(near, settings, "away", joining is not None and _away(joining, settings, step))
         _prepare(near, settings, owns_folder)
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -224,7 +224,7 @@ def _finish(trainer: Trainer, near: TorchNetwork | None, network: OpenNetwork | 
     summary = finish(trainer, lambda ended: ended(island.alone(near)))
     write_results(trainer, summary | others, tells=island.leads(near))
     if network and trainer.settings.island.swarm:
-        gather_at_the_end(network, trainer.settings, trainer.folder, trainer.log.warn)
+        gather_at_the_end(cast("InternetNetwork", network), trainer.settings, trainer.folder, trainer.log.warn)
     trainer.island.leave()
 
 
@@ -318,7 +318,9 @@ def _away(network: OpenNetwork, settings: Settings, step: int | None) -> bool:
     if settings.run.observe or not method.schedule.every:
         return False  # without rounds there are no anchors; steps taken together are led to the weights that it missed
     if behind is None and settings.island.swarm:
-        behind = seats.furthest(network) - (step or 0)  # whose stage has nobody else; others keep copies of its state
+        behind = seats.furthest(cast("InternetNetwork", network)) - (
+            step or 0
+        )  # whose stage has nobody else; others keep copies of its state
     away = bool(behind and (step is None or behind > method.schedule.every))
     if away:
         network.prefetch(method.topology.identical)  # while the rest is being prepared

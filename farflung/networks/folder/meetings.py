@@ -21,7 +21,7 @@ from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.frames import FrameError, number, parsed, reading, whole
-from farflung.networks.peers.member import LAST_RANK, arrives
+from farflung.networks.peers.member import LAST_RANK
 
 FIRST_PAUSE, LONGEST_PAUSE, SLOWER = 0.05, 2.0, 1.5
 """Seconds between two looks, at first and at most; each pause is so many times as long as the last."""
@@ -133,7 +133,11 @@ class Meetings:
             return visit, Party((), {}, alone="away")
         try:
             self._say(visit)
-            return visit, self._party(visit)
+            party = self._party(visit)
+            if not party.group:  # at once: who came now would wait for it
+                self.leave(visit)
+                self._notes.sweep()
+            return visit, party
         except StoreAwayError as error:
             self._presence.away = str(error)
             return visit, Party((), {}, alone="away")
@@ -207,8 +211,7 @@ class Meetings:
         left = visit.until - time.monotonic()
         members = self._presence.members.by_rank
         missing = (member for rank in ranks if rank not in guests and (member := members.get(rank)))
-        there = (member for member in missing if member.alive and member.trains and not member.stalled)
-        return any(arrives(member.step, member.rate, visit.step, left) for member in there)
+        return any(member.arrives(visit.step, left) for member in missing if member.alive and member.trains)
 
     def _can_be_placed(self, visit: Visit, guests: Mapping[int, Guest], now: float) -> bool:
         """Whether one that is idle may still find others."""

@@ -178,9 +178,9 @@ class PacketExchanges(RealNetwork):
                 there = self.peers.of(listing.written, Kind.PACKET, subject)
                 self._read_all([there[rank] for rank in missing & there.keys()], transfer)
                 missing -= transfer.delivered.keys() | transfer.lost.keys()
-                for rank in [rank for rank in missing if self.peers.found(rank) is None]:
-                    transfer.lost[rank] = "it has gone"
-                    missing.discard(rank)
+                gone = dict.fromkeys(self._gone(missing, listing), "it has gone, or has left the round")
+                transfer.lost |= gone
+                missing -= gone.keys()
                 if self.now() - began > deadline_s:
                     transfer.lost |= dict.fromkeys(missing, f"it did not deliver within {deadline_s:g} s")
                     break
@@ -189,6 +189,12 @@ class PacketExchanges(RealNetwork):
         except StoreAwayError as error:
             transfer.lost |= dict.fromkeys(missing, plain(str(error)))
         self._count(packets, transfer)
+
+    def _gone(self, missing: set[int], listing: Listing) -> list[int]:
+        """Those of some who will write no packet any more: who is at a round says so until it has all."""
+        round = ROUND.get()
+        at = self.peers.of(listing.written, Kind.HERE, round)
+        return [rank for rank in missing if self.peers.found(rank) is None or (round and rank not in at)]
 
     def _write(self, packets: Packets, group: Group, subject: bytes) -> None:
         """Writes one object: a part for each receiver, in the group's order, or one for all."""
