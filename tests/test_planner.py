@@ -30,10 +30,11 @@ from farflung.outer.round import Rounds, Sync
 from farflung.pipeline.assemble import training
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import architecture, architecture_of
+from farflung.planner.command import flags
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines, read_cluster
-from farflung.planner.memory import activation_bytes, memory_bytes
+from farflung.planner.memory import RESERVED, activation_bytes, memory_bytes
 from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
 from farflung.planner.sizes import square_model
@@ -376,6 +377,27 @@ shared = true
 def options(path: Path, text: str = MACHINES, **settings: Any) -> PlanOptions:
     path.write_text(text)
     return PlanOptions(**{"model": "llama-1.3b", "machines": path, "tokens": 1e9, "search_s": 0.0, **settings})
+
+
+def test_a_run_that_does_not_fit_is_fitted_at_a_cost_in_time(tmp_path: Path) -> None:
+    """A small model of long sequences: kept, what layers save takes more than there is."""
+    text = "[[machines]]\ncount = 2\nmemory_gb = {}\ntflops = 1\nhost_gbps = 20"
+    asked: dict[str, Any] = {"model": "small", "methods": "noloco", "micro_batch": 16, "sequence_length": 1024}
+
+    def alone(memory: float) -> Any:
+        """The plan in which each worker is an island."""
+        plans, _, _ = plan(options(tmp_path / "m.toml", text.format(memory), **asked))
+        return next(p for p in plans if p.choice.layout.replicas == 2)
+
+    roomy = alone(24)
+    assert roomy.choice.fit is None and roomy.choice.settings.island.memory == ""
+    tight = alone(RESERVED / 1e9 + 0.6 * (roomy.memory - RESERVED) / 1e9)
+    fit, settings = tight.choice.fit, tight.choice.settings
+    assert tight.memory == fit.plan.peak_bytes < 0.6 * roomy.memory + 0.4 * RESERVED
+    assert 1 <= fit.ratio < 1.5 and tight.step == pytest.approx(fit.ratio * roomy.step)
+    assert settings.rounds.outer_device == "cpu" and settings.island.memory.endswith("GB")
+    assert float(settings.island.memory[:-2]) * 1e9 <= tight.memory
+    assert f"--memory {settings.island.memory}" in flags(settings)
 
 
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ gave. Takes a minute.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
@@ -66,7 +66,8 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 def karma(device: str) -> Iterator[tuple[Cell, ...]]:
     """The fastest with some modes only, then with all, at each share of the memory that keeping all takes."""
     flops, rate, noted = DEVICES[device]
-    profile = Profile((layer(4096, 8192, flops),) * GROUPS, NOTHING, NOTHING, rate, rate, 0)
+    one_layer = replace(layer(4096, 8192, flops), weight_bytes=0, gradient_bytes=0, moment_bytes=0, near_step_s=0.0)
+    profile = Profile((one_layer,) * GROUPS, NOTHING, NOTHING, rate, rate, 0)
     kept = simulate(profile, (LayerPlan(),) * GROUPS, prefetch_bytes=0, clip=True)
     allowed: list[tuple[Mode, ...]] = [("keep", "move"), ("keep", "recompute"), tuple(LETTERS)]
     for share, expected in noted.items():

@@ -30,6 +30,9 @@ def plan(arguments: list[str]) -> None:
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
         print("\n".join(f"  {line}" for line in where(plans[0], cluster)))
+    if fitted := [(number, plan.choice.fit) for number, plan in enumerate(listed, start=1) if plan.choice.fit]:
+        print("\nwith a plan of the memory (docs: Memory):")
+        print("\n".join(f"  {number} {fit.told}" for number, fit in fitted))
     print("\nto start them (HOST0 is the address of the machine of node rank 0; add --data):")
     for number, one in enumerate(listed, start=1):
         print("\n".join(f"  {number} {line}" for line in commands(one.choice, cluster)))

@@ -225,24 +225,19 @@ class _Trials:
         if count <= FEW:
             for changing in (2, 3):
                 for numbers in combinations(range(count), changing):
-                    for others in product(*(single[number] for number in numbers)):
-                        yield _with(layers, dict(zip(numbers, others, strict=True)))
+                    for together in product(*(single[number] for number in numbers)):
+                        yield _with(layers, dict(zip(numbers, together, strict=True)))
 
 
 def spread(modes: list[int], states: list[int]) -> Layers:
     """So many layers of each: kept ones last, the others evenly; far optimizers last, far weights first."""
     keep, *others = modes
-    near, moments, optimizers, weights = states
     places = sorted(
         ((n + 0.5) / count, mode) for mode, count in zip(MODES[1:], others, strict=True) for n in range(count)
     )
-    along: list[Mode] = [*(mode for _, mode in places), *["keep"] * keep]
-    state: list[State] = [
-        *["weights-far"] * weights,
-        *["moments-far"] * moments,
-        *["near"] * near,
-        *["optimizer-far"] * optimizers,
-    ]
+    along = [mode for _, mode in places] + [MODES[0]] * keep
+    near, moments, optimizers, weights = states
+    state = [STATES[3]] * weights + [STATES[1]] * moments + [STATES[0]] * near + [STATES[2]] * optimizers
     return tuple(LayerPlan(*each) for each in zip(along, state, strict=True))
 
 

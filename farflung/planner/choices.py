@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from farflung.errors import UserError
@@ -12,6 +12,7 @@ from farflung.methods import RoundSettings, chosen, defaults_of
 from farflung.outer import Method
 from farflung.pipeline.check import check
 from farflung.planner.architecture import Architecture
+from farflung.planner.fitting import Fit, Fitting, Worker, with_memory
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster
 from farflung.planner.memory import memory_bytes
@@ -25,10 +26,11 @@ ALONE = "local"
 
 @dataclass(frozen=True)
 class Choice:
-    """One run: the settings that `farflung train` would get, and the workers."""
+    """One run: the settings that `farflung train` would get, the workers, and how it fits, where only a plan does."""
 
     settings: Settings
     layout: Layout
+    fit: Fit | None = None
 
     @cached_property
     def method(self) -> Method:
@@ -119,20 +121,33 @@ class Feasibility:
         self._model = model
         self._cluster = cluster
         self._refused: dict[tuple[int, int], str] = {}
+        self._fitting = Fitting(model)
 
-    def reason(self, choice: Choice) -> str:
-        """Why a choice cannot work; empty if it can."""
+    def checked(self, choice: Choice) -> Choice | Infeasible:
+        """A choice that can work, as it is or with a plan of its memory; or why it cannot."""
         settings, layout = choice.settings, choice.layout
-        island = settings.island
+        island, length = settings.island, settings.workload.sequence_length
         place = layout.stages, layout.shards
         if place not in self._refused:
             self._refused[place] = self._refusal(choice)
         if self._refused[place]:
-            return self._refused[place]
+            return Infeasible(settings.rounds.method, layout, self._refused[place])
         model = self._model.constrained(island.boundary, island.stages, settings.run.seed)
-        needed = memory_bytes(model, island, choice.method, settings.workload.sequence_length)
-        available = min(self._cluster.each[machine].memory_gb for machine in layout.machines(self._cluster)) * 1e9
-        return f"does not fit: {needed / 1e9:.3g} GB of {available / 1e9:.3g}" if needed > available else ""
+        needed, worker = memory_bytes(model, island, choice.method, length), self._worker(layout)
+        if needed <= worker.memory:
+            return choice
+        if fit := self._fitting.fit(island, length, worker):
+            return replace(choice, settings=with_memory(settings, choice.method.exchanges, worker), fit=fit)
+        reason = f"does not fit: {needed / 1e9:.3g} GB of {worker.memory / 1e9:.3g}"
+        return Infeasible(settings.rounds.method, layout, reason)
+
+    def _worker(self, layout: Layout) -> Worker:
+        machines = [self._cluster.each[number] for number in layout.machines(self._cluster)]
+        return Worker(
+            memory=min(machine.memory_gb for machine in machines) * 1e9,
+            flops=min(self._cluster.flops(worker) for island in layout.islands for worker in island),
+            host_bytes=min(machine.host_gbps for machine in machines) * 125e6,
+        )
 
     def _refusal(self, choice: Choice) -> str:
         """The refusal of training itself, if any."""

@@ -55,10 +55,10 @@ def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     for choice in choices(options, model, cluster):
         if isinstance(choice, Infeasible):
             failures.append(choice)
-        elif reason := fitting.reason(choice):
-            failures.append(Infeasible(choice.settings.rounds.method, choice.layout, reason))
+        elif isinstance(checked := fitting.checked(choice), Infeasible):
+            failures.append(checked)
         else:
-            plans.append(estimate(choice, model, cluster, options.tokens))
+            plans.append(estimate(checked, model, cluster, options.tokens))
     if not plans:
         raise _nothing_fits(options, failures)
     plans.sort(key=lambda plan: (plan.hours, plan.memory))
@@ -82,7 +82,7 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
     settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
     island, length = settings.island, settings.workload.sequence_length
     model = model.constrained(island.boundary, island.stages, settings.run.seed)
-    step = step_seconds(model, cluster, layout, island, length)
+    step = step_seconds(model, cluster, layout, island, length) * (choice.fit.ratio if choice.fit else 1)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
     blocked = blocked_seconds(choice.method, exchanged, step)
@@ -94,7 +94,7 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
     hourly = cluster.price(layout.machines(cluster))
     return Plan(
         choice=choice,
-        memory=memory_bytes(model, island, choice.method, length),
+        memory=choice.fit.plan.peak_bytes if choice.fit else memory_bytes(model, island, choice.method, length),
         step=step,
         exchange=exchanged.seconds * schedule.fragments,
         round=round_seconds,
