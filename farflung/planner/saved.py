@@ -40,7 +40,8 @@ def counted(model: Architecture, sequences: int, length: int, precision: str) ->
         except RuntimeError:
             layers = (numbers * AS_LLAMA[precision],) * len(model.layers)
         model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize)
-    return model.saved[shape]
+    found: Counted = model.saved[shape]
+    return found
 
 
 def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[int, ...]:
@@ -63,7 +64,8 @@ class _Counting(saved_tensors_hooks):
     """Counts what is saved within each layer, each storage once, weights not."""
 
     def __init__(self, model: Any, layers: int) -> None:
-        self.bytes, self._layer = [0] * layers, None
+        self.bytes = [0] * layers
+        self._layer: int | None = None
         self._seen = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         super().__init__(self._pack, lambda saved: saved)
 

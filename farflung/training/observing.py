@@ -27,7 +27,7 @@ from farflung.training.trainer import Trainer
 from farflung.workloads import Workload
 
 if TYPE_CHECKING:
-    from farflung.networks.internet import InternetNetwork
+    from farflung.training.onlooker import OpenNetwork
 
 LOOK_SECONDS = 0.5
 """How often an observer looks whether there is something new."""
@@ -102,9 +102,9 @@ class Replicas:
 
 
 class Peers:
-    """What the peers of a run on the internet give to those who ask: once after each of their rounds."""
+    """What the peers of a run give to those who ask: once after each of their rounds."""
 
-    def __init__(self, network: InternetNetwork, settings: Settings, step: int) -> None:
+    def __init__(self, network: OpenNetwork, settings: Settings, step: int) -> None:
         self._network, self._settings, self._step = network, settings, step
         self._every = settings.method().schedule.every or 1
         self._heard = time.monotonic()
@@ -134,7 +134,7 @@ class Peers:
         time.sleep(max(LOOK_SECONDS, seconds))
 
 
-def is_observed(network: InternetNetwork, steps: int) -> bool:
+def is_observed(network: OpenNetwork, steps: int) -> bool:
     """Whether somebody who is there observes the run, and has not seen its last step."""
     facts = [member.facts for member in network.peers.members.all() if member.alive]
     return any(one.get("observes") and one.get("observed", 0.0) < steps for one in facts)

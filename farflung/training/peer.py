@@ -186,7 +186,7 @@ def _train(trainer: Trainer, joining: OpenNetwork | None, away: bool) -> None:
     trainer.train(away, at_the_end=functools.partial(_stay_for_observers, trainer, joining))
 
 
-def _stay_for_observers(trainer: Trainer, joining: InternetNetwork | None, session: Session) -> None:
+def _stay_for_observers(trainer: Trainer, joining: OpenNetwork | None, session: Session) -> None:
     """Stays, for a deadline at most, until those who observe the run have the state after its last step."""
     session.apply_pending()
     run, ends = trainer.settings.run, time.monotonic() + trainer.settings.network.deadline

@@ -190,6 +190,11 @@ class FolderNetwork(PacketExchanges):
         """See ElasticNetwork."""
         return [member.facts[fact] for member in self.peers.members.training() if fact in member.facts]
 
+    def telling(self, fact: str) -> Group:
+        """See ElasticNetwork."""
+        own = (self.rank,) if fact in self.peers.info["facts"] else ()
+        return (*own, *(member.rank for member in self.peers.members.training() if fact in member.facts))
+
     def invitation(self) -> Ticket:
         """The run's ticket."""
         return self.peers.ticket
