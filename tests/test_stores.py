@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from processes import SMALL as FEW
 from processes import farflung, fill
 
 from farflung.errors import UserError
-from farflung.workloads import data, prepared, store, tokenizers
+from farflung.workloads import data, prepared, store, text, tokenizers
 from farflung.workloads.language import Language
 from farflung.workloads.settings import LanguageSettings
 
@@ -164,6 +165,23 @@ def a_text(folder: Path, name: str = "a.txt") -> Path:
     path = folder / name
     path.write_text("some words to train on\n" * 200)
     return path
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_terminal_shows_how_far_a_runs_own_preparation_is(
+    small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    path, shown = a_text(tmp_path), Terminal()
+    if not small:
+        monkeypatch.setattr(text, "SMALL", path.stat().st_size - 1)
+    monkeypatch.setattr(sys, "stderr", shown)
+    made = prepared.store_of(settings_of(path), tokenizers.Bytes())
+    tokens = made.manifest.training + made.manifest.held_out
+    assert (f"{tokens:,} tokens" in shown.getvalue()) == (not small)
 
 
 def test_the_same_text_is_prepared_once_wherever_it_lies_and_other_text_again(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +12,7 @@ from farflung.cli.arguments import parse
 from farflung.errors import UserError, counted, disk_errors
 
 if TYPE_CHECKING:
-    from farflung.workloads.store import Store, Told
+    from farflung.workloads.store import Store
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ def prepare(arguments: list[str]) -> None:
     options = parse(PrepareOptions, arguments, "prepare", prepare.__doc__)
 
     from farflung.workloads import chat_store, mixtures, prepared, store, text, tokenizers
+    from farflung.workloads.progress import bar
     from farflung.workloads.settings import LanguageSettings
 
     prepared.refuse_whole(options.out)
@@ -47,7 +45,10 @@ def prepare(arguments: list[str]) -> None:
     settings = LanguageSettings(data=options.data, text_column=options.text_column, max_tokens=options.max_tokens)
     size = text.text_bytes(options.data)  # a misspelt path is told before the hub is asked for a tokenizer
     as_chats = chat_store.holds_chats(settings)
-    with disk_errors(f"write to {options.out}", "make room, and give the same command again"), _bar(size) as told:
+    with (
+        disk_errors(f"write to {options.out}", "make room, and give the same command again"),
+        bar(size) as told,
+    ):
         there = {path.name for path in options.out.iterdir()} if options.out.exists() else set()
         if there - {*(store.CHATS if as_chats else store.TEXT), store.PROGRESS, prepared.LOCK}:
             raise UserError(f"{options.out} holds something else; give another folder with --out")
@@ -66,18 +67,3 @@ def _told(made: Store) -> str:
         answers = int(made.mapped(store.INDEX)["learnt"].sum())
         return f"{tokens:,} tokens of {counted(manifest.documents, 'chat')}, {answers:,} of them in answers"
     return f"{tokens:,} tokens of {counted(manifest.documents, 'document')}, {manifest.held_out:,} of them held out"
-
-
-@contextmanager
-def _bar(size: int | None) -> Iterator[Told]:
-    """Shows on a terminal how much text, of so many bytes in all, has become how many tokens."""
-    if not sys.stderr.isatty():
-        yield lambda *_: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]:,} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=size, tokens=0)
-        yield lambda read, tokens: progress.update(task, completed=read, tokens=tokens)

@@ -154,6 +154,7 @@ def _train_all(asked: Asked) -> bool:
     with beginning.left_as_it_was(asked.folder):
         with working("checking settings, model and data"):
             prepare(asked.settings, asked.folder, asked.resume, asked.restart)
+        launch.prepare_data(asked.settings)
         _announce(asked)
         with tracking(asked.settings, asked.folder), watched(asked.folder) as show:
             show()

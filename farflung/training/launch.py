@@ -96,6 +96,11 @@ def check_settings(settings: Settings) -> None:
         check_compiler()
 
 
+def prepare_data(settings: Settings) -> None:
+    """Has the data made ready once, where a workload can, before the replicas ask for it. Raises UserError."""
+    getattr(settings.made_workload(), "prepare", lambda: None)()
+
+
 def _check_island(settings: Settings) -> None:
     """Refuses what the processes of an island cannot do with other settings. Raises UserError."""
     island = settings.island

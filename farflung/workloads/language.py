@@ -126,6 +126,10 @@ class Language:
         tokens = parts[-1][parts[-1] != chats.IGNORED].tolist()
         return self.tokenizer.count_bytes(tokens) / len(tokens)
 
+    def prepare(self) -> None:
+        """Makes tokens of the text, where nobody has; a terminal shows how far it is. Raises UserError."""
+        _ = self.data
+
     def check(self) -> None:
         """See Workload."""
         _ = self.config

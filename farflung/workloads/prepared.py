@@ -18,6 +18,7 @@ from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.workloads import chat_store, store, text
 from farflung.workloads.far import is_far
+from farflung.workloads.progress import bar
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.store import Store, Told
 from farflung.workloads.tokenizers import Tokenizer
@@ -52,11 +53,14 @@ def is_prepared(settings: LanguageSettings) -> bool:
 def store_of(
     settings: LanguageSettings,
     tokenizer: Tokenizer,
-    told: Told = lambda *_: None,
+    told: Told | None = None,
     numbered: bool = False,
     as_chats: bool = False,
 ) -> Store:
-    """The store of a run's text or chats, made if there is none; `numbered` as for `store.write`. Raises UserError."""
+    """The store of a run's text or chats, made if there is none; `numbered` as for `store.write`. Raises UserError.
+
+    A terminal shows how far that is, unless somebody else is `told`.
+    """
     if is_prepared(settings):
         found = store.read(Path(settings.data).expanduser())
         _refuse_other(found, tokenizer, as_chats)
@@ -70,7 +74,16 @@ def store_of(
         if found_whole := store.whole(folder):
             return found_whole
         with _alone(folder):
-            return store.whole(folder) or make(folder, settings, tokenizer, told, numbered, as_chats)
+            if made_meanwhile := store.whole(folder):
+                return made_meanwhile
+            with _shown(settings.data, told) as tell:
+                return make(folder, settings, tokenizer, tell, numbered, as_chats)
+
+
+def _shown(data: str, told: Told | None) -> contextlib.AbstractContextManager[Told]:
+    if told or text.is_small(data):
+        return contextlib.nullcontext(told or (lambda *_: None))
+    return bar(text.text_bytes(data))
 
 
 def _refuse_other(found: Store, tokenizer: Tokenizer, as_chats: bool) -> None:
