@@ -56,7 +56,7 @@ def cases() -> dict[str, tuple[Callable[[], Method], int]]:
         found[" ".join(words)] = partial(_made, recipe, settings), replicas
 
     for recipe in METHODS:
-        every = {} if recipe in ("ddp", "local", "demo", "dynamic-threshold") else {"every": EVERY}
+        every = {} if recipe in ("ddp", "local", "demo", "dynamic-threshold", "sparta") else {"every": EVERY}
         for replicas in (2, 3, 5):
             add(recipe, replicas, **every)
     for codec in CODECS:

@@ -388,7 +388,7 @@ def test_settings_reach_their_method() -> None:
     for settings, complaint in [
         ({"method": "demo", "codec": "int8"}, "demo has no setting codec"),
         ({"method": "noloco", "codec": "int5"}, "codec 'int5': .* choose 8, 4 or 2"),
-        ({"method": "noloco", "merge": "thrown"}, "must be one of kept, dropped, mixed, eager"),
+        ({"method": "noloco", "merge": "thrown"}, "must be one of kept, dropped, mixed, eager, sent, turned"),
         ({"method": "diloc"}, "did you mean 'diloco'"),
     ]:
         with pytest.raises(UserError, match=complaint):

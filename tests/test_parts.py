@@ -25,6 +25,9 @@ STEPS, REPLICAS = 14, 3
 PARTS: dict[str, Callable[[], Method]] = {
     "rda": lambda: replace(methods.diloco(every=4), fuse="rda"),
     "rda in few bits, late": lambda: replace(methods.streaming_diloco(every=4, codec="ef-int4"), fuse="rda"),
+    "turned": lambda: methods.diloco(every=4, delay=3, merge="turned"),
+    "sent": lambda: methods.diloco(every=4, delay=2, merge="sent", codec="random20", outer_lr=1.0, outer_momentum=0.0),
+    "sparta": lambda: methods.sparta(codec="random10"),
     "outer momentum": lambda: replace(methods.diloco(every=4), momentum=MomentumSchedule(0.8, 6, 0.2, STEPS)),
 }
 

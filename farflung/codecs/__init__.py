@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from farflung.codecs.quantize import Quantize
     from farflung.codecs.registry import CODECS, as_codec, codec_named
     from farflung.codecs.rows import Rows
+    from farflung.codecs.sampled import Sampled
     from farflung.codecs.split import SplitCodec
     from farflung.codecs.statistical import Statistical
     from farflung.codecs.threshold import Threshold
@@ -41,6 +42,7 @@ __all__ = [
     "PacketError",
     "Quantize",
     "Rows",
+    "Sampled",
     "SplitCodec",
     "Statistical",
     "Threshold",

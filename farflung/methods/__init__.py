@@ -7,7 +7,7 @@ rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, 
 from typing import TYPE_CHECKING
 
 from farflung.lazy import homes_of
-from farflung.methods.averaged import diloco, dilocox, eager_diloco, sparseloco, streaming_diloco
+from farflung.methods.averaged import diloco, dilocox, eager_diloco, sparseloco, sparta, streaming_diloco
 from farflung.methods.gossip import noloco, nolocox
 from farflung.methods.gradients import ddp, demo, dynamic_threshold
 from farflung.methods.recipes import RECIPES, defaults_of
@@ -37,6 +37,7 @@ __all__ = [
     "random_tma",
     "resist",
     "sparseloco",
+    "sparta",
     "streaming_diloco",
     "super_tma",
 ]

@@ -85,6 +85,19 @@ def dilocox(
     )
 
 
+def sparta(every: int | str = 1, codec: Codec | str | None = None) -> Method:
+    """A random 0.5 % of the weights averaged among all in every step; the rest goes its own way until its turn comes.
+
+    Paper: Beton and others 2025, SPARTA (EXO Labs)
+    """
+    return outer.Method(
+        schedule=outer.Schedule(every),
+        codec=codec_of(codec, codecs.Sampled(share=0.005)),
+        outer=nesterov(lr=1.0, momentum=0.0),
+        merge=outer.merge_named("sent"),
+    )
+
+
 def sparseloco(
     every: int | str = 50, outer_lr: float = 1.0, codec: Codec | str | None = None, averaging: Way = "whole"
 ) -> Method:

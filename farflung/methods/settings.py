@@ -44,7 +44,7 @@ class RoundSettings(Checked):
     """The outer momentum at the end of the run, to which it falls along a line; unset: it stays."""
     codec: str | None = None
     """How messages become bytes, such as int8, modulo4, topk2-int2 or ef-lowrank64-int4 (see `farflung methods`)."""
-    merge: Literal["kept", "dropped", "mixed", "eager"] | None = None
+    merge: Literal["kept", "dropped", "mixed", "eager", "sent", "turned"] | None = None
     """What happens to the steps that a replica trains during a round."""
     adapt: bool | None = None
     """Adapt compression and the steps between rounds to the effective rank of the messages."""

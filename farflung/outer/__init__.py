@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farflung.outer.faults import DivergedError
     from farflung.outer.gradients import GradientLoop
     from farflung.outer.loop import OuterLoop
-    from farflung.outer.merges import Drop, Eager, Keep, Merge, Mix, merge_named
+    from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
     from farflung.outer.method import Method
     from farflung.outer.momentum import MomentumSchedule
     from farflung.outer.optimizers import (
@@ -43,6 +43,8 @@ __all__ = [
     "GossipNesterov",
     "GradientLoop",
     "Keep",
+    "KeepSent",
+    "KeepTurned",
     "Merge",
     "Method",
     "Mix",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from farflung.hooks.shards import own_of
 from farflung.outer.columns import Message
 from farflung.outer.keepers import Keeper
 from farflung.outer.merges import Merge
-from farflung.outer.optimizers import OuterOptimizer, kept_of, message_of, state_by_anchor, step_with
+from farflung.outer.optimizers import OuterOptimizer, kept_of, message_of, sends_weights, state_by_anchor, step_with
 from farflung.outer.round import Offer
 
 ANCHOR = "anchor"
@@ -143,6 +144,9 @@ class Weights:
         self._outer = outer
         self._merge = merge
         self._writing = writing
+        if sends_weights(outer) and (merge.only_sent or merge.turn):
+            told = f"merge is {merge}, which is for pseudo-gradients, and {type(outer).__name__} sends whole weights"
+            raise UserError(f"{told}; choose another, such as kept, or use diloco")
 
     def offer(self, fault: str) -> Offer[Tensor]:
         """The progress since the last round; with a fault none, and the weights go back to the anchor."""
@@ -180,14 +184,27 @@ class Weights:
         if offer.own is not None:
             self._make_eager(mean, offer, fresh)
             at_start = None if fresh else self.anchor.clone()
+        sent = mean != 0 if self._merge.only_sent else None
         if usable := sendable(mean):
+            if delayed:
+                self._turn(mean)
             step_with(self._outer, self.anchor, mean)
         merged = self.anchor
         if delayed:
             now = self.fragment.read(out=mean[: self.fragment.numel])
             merged = self._merge.merge(now, at_start, self.anchor)
-        self.write(merged)
+        self.write(merged if sent is None else torch.where(sent, merged, self.fragment.read(self.anchor.device)))
         return usable
+
+    def _turn(self, mean: Tensor) -> None:
+        """Turns a late round's gradient towards the outer momentum, if the merge does, and there is one."""
+        kept = kept_of(self._outer, self.anchor).get("momentum_buffer")
+        if self._merge.turn is None or kept is None:
+            return
+        gradients, momenta = (self.fragment.message(flat).cells.values() for flat in (mean, kept))
+        share = 1 - self._outer.param_groups[0]["momentum"]  # torch's is a sum, and not a mean
+        for gradient, momentum in zip(chain(*gradients), chain(*momenta), strict=True):
+            self._merge.turn(gradient, momentum * share)
 
     def kept(self) -> dict[str, Any]:
         """What is kept between rounds: the anchor, and what the outer optimizer keeps of it."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from farflung.errors import UserError
+
+Turn = Callable[[Tensor, Tensor], None]
+"""Changes a gradient, given the outer momentum."""
 
 
 class Merge(Protocol):
@@ -17,6 +22,12 @@ class Merge(Protocol):
     """Whether the weights at the round's start must be kept."""
     eager: bool
     """Whether a replica's fresh message replaces its old one when a round is applied."""
+    only_sent: bool
+    """Whether a round only lands where somebody has sent something, and elsewhere the weights go on as they are."""
+
+    @property
+    def turn(self) -> Turn | None:
+        """What is done to each tensor of a late round's gradient before the outer step."""
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """The new weights θ', all flat; may overwrite `now`."""
@@ -28,6 +39,8 @@ class Keep:
 
     needs_start = True
     eager = False
+    only_sent = False
+    turn = None
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """See Merge."""
@@ -41,6 +54,8 @@ class Drop:
 
     needs_start = False
     eager = False
+    only_sent = False
+    turn = None
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """See Merge."""
@@ -55,6 +70,8 @@ class Mix:
     """a, from 0 (Drop) to 1 (the round has no effect on the weights)."""
     needs_start = False
     eager = False
+    only_sent = False
+    turn = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.own <= 1:
@@ -77,13 +94,73 @@ class Eager:
 
     needs_start = False
     eager = True
+    only_sent = False
+    turn = None
 
     def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
         """See Merge; with the weights at the round's start, as Keep."""
         return anchor if at_start is None else now.sub_(at_start).add_(anchor)
 
 
-_MERGES: dict[str, Merge] = {"kept": Keep(), "dropped": Drop(), "mixed": Mix(), "eager": Eager()}
+@dataclass(frozen=True)
+class KeepSent(Keep):
+    """As Keep where something was sent; elsewhere θ' = θ (LOSCAR's landing, arXiv 2605.20866).
+
+    For codecs that send some of the values, best the same on all replicas: what a replica has learnt elsewhere stays in
+    its weights, and so in its next message, and need not be fed back. Where only others sent, it takes their mean.
+    """
+
+    only_sent = True
+
+
+@dataclass(frozen=True)
+class KeepTurned:
+    """As Keep, of a late gradient Δ that is first turned towards the outer momentum m (HeLoCo, arXiv 2606.00271).
+
+    For each tensor, with c the cosine of the two and s = |Δ| / (|Δ| + |m|), m as a mean of gradients:
+
+        c ≥ aligned          Δ stays
+        0 ≤ c < aligned      Δ ← |Δ|·φ((1 - λ)·φ(Δ) + λ·φ(m)),   λ = min(1, turning·(1 - c)·s),   φ(x) = x / |x|
+        c < 0                Δ ← Δ - β·c·|Δ|·φ(m),               β = min(1, -shrinking·c·s)
+
+    so that what goes against the momentum is at most taken away. The three numbers are ours.
+    """
+
+    aligned: float = 0.5
+    turning: float = 0.5
+    shrinking: float = 1.0
+    needs_start = True
+    eager = False
+    only_sent = False
+
+    def merge(self, now: Tensor, at_start: Tensor | None, anchor: Tensor) -> Tensor:
+        """See Merge."""
+        return Keep().merge(now, at_start, anchor)
+
+    def turn(self, gradient: Tensor, momentum: Tensor) -> None:
+        """See Merge."""
+        length, other = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(momentum)
+        if not (length > 0 and other > 0):
+            return
+        along = momentum / other
+        cosine = torch.sum(gradient / length * along)
+        share = length / (length + other)
+        if cosine < 0:
+            most = torch.clamp(-self.shrinking * cosine * share, max=1)
+            gradient.sub_(along * (most * cosine * length))
+        elif cosine < self.aligned:
+            turned = torch.lerp(gradient / length, along, torch.clamp(self.turning * (1 - cosine) * share, max=1))
+            gradient.copy_(turned * (length / torch.linalg.vector_norm(turned)))
+
+
+_MERGES: dict[str, Merge] = {
+    "kept": Keep(),
+    "dropped": Drop(),
+    "mixed": Mix(),
+    "eager": Eager(),
+    "sent": KeepSent(),
+    "turned": KeepTurned(),
+}
 """By the names that settings use for what was trained meanwhile."""
 
 

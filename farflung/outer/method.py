@@ -96,6 +96,11 @@ class Method:
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
 
+        if self.merge.only_sent and self.codec.traits.feeds_back:
+            raise UserError(
+                f"merge 'sent' leaves in the weights what was not sent, and {self.codec!r} feeds it back, so that it "
+                "would count twice; choose a codec without feedback, such as topk2-int2, or another merge"
+            )
         if self.momentum and self.outer is None:
             raise UserError("an outer momentum is to change, and this method has no outer optimizer; leave it out")
         if self.fuse != "mean":
@@ -131,7 +136,8 @@ class Method:
     @property
     def needs_equal_anchors(self) -> bool:
         """Whether only replicas with the same anchors may average; else rounds draw them together."""
-        return self.topology.identical and not (self.codec.traits.lossless and self.fuse == "mean")
+        plain = self.fuse == "mean" and not (self.merge.turn or self.merge.only_sent)
+        return self.topology.identical and not (self.codec.traits.lossless and plain)
 
     def check_elastic(self) -> None:
         """Refuses what needs replicas to stay, for networks on which they come and go. Raises UserError."""
