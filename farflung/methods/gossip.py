@@ -47,6 +47,29 @@ def noloco(
     )
 
 
+def gasloc(
+    every: int | str = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float = 1.0,
+    group_size: int = 2,
+    codec: Codec | str | None = None,
+    seed: int = 0,
+) -> Method:
+    """Averages in random pairs; the momentum is of each replica's own movement, and nothing else pulls on anchors.
+
+    Paper: GASLoC 2026, arXiv 2606.11081
+    """
+    check_limits(outer_lr=outer_lr, outer_momentum=outer_momentum, gamma=gamma)
+    return outer.Method(
+        schedule=outer.Schedule(every),
+        topology=outer.RandomGroups(group_size, seed),
+        codec=codec_of(codec, codecs.Dense()),
+        outer=partial(outer.GossipDrift, lr=outer_lr, momentum=outer_momentum, gamma=gamma),
+        averaging="whole",
+    )
+
+
 def nolocox(
     every: int | str = 125,
     outer_lr: float = 0.7,

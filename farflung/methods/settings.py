@@ -49,7 +49,7 @@ class RoundSettings(Checked):
     adapt: bool | None = None
     """Adapt compression and the steps between rounds to the effective rank of the messages."""
     gamma: float | None = limited(None, LIMITS["gamma"])
-    """How strongly the anchors of a group are pulled together (noloco)."""
+    """How strongly the anchors of a group are pulled together (noloco, gasloc)."""
     group_size: int | None = limited(None, LIMITS["group_size"])
     """Replicas that average with each other in a round (noloco, diloco, ist, resist)."""
     averaging: Literal["whole", "parts"] | None = None

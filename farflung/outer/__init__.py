@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
     from farflung.outer.elastic import ElasticLoop
     from farflung.outer.faults import DivergedError
+    from farflung.outer.gasloc import GossipDrift
     from farflung.outer.gradients import GradientLoop
     from farflung.outer.loop import OuterLoop
     from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
@@ -40,6 +41,7 @@ __all__ = [
     "Eager",
     "ElasticLoop",
     "Everyone",
+    "GossipDrift",
     "GossipNesterov",
     "GradientLoop",
     "Keep",
