@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
 import struct
+import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from own_workload import Guess, GuessSettings
 from processes import run_here
+from rich.console import Console
 
 from farflung.cli.results import tell_result
 from farflung.errors import UserError
@@ -28,7 +31,10 @@ from farflung.pipeline.island import WholeIsland
 from farflung.pipeline.settings import IslandSettings
 from farflung.report import read_run
 from farflung.report.comparison import best_of, verdict
+from farflung.report.facts import more_figures
+from farflung.report.live import watch
 from farflung.report.page import page
+from farflung.report.read import Run
 from farflung.report.watching.followed import Followed
 from farflung.settings import Settings
 from farflung.training import checkpoint
@@ -93,6 +99,24 @@ def test_report_and_page_show_the_figure_and_the_picture(run: Path) -> None:
     followed.refresh()
     shown = followed.shown()
     assert shown.facts["right answers"] == "0.5000" and png in shown.sections["What the model makes"]
+    # The figures beside it, which the report's table has, too: 0.25 for both replicas.
+    assert shown.facts["spread"] == "0.2500"
+
+
+def test_more_figures_are_the_means_of_those_that_are_told() -> None:
+    def told(**others: float | None) -> EvaluationEvent:
+        return EvaluationEvent(step=1, tokens=1, bytes_sent=0, score=0.5, others=others or None, sample="")
+
+    found = more_figures([told(hits=0.25, far=None), told(hits=0.75, far=3.0), told(), told(spoilt=None)])
+    assert found == {"hits": 0.5, "far": 3.0}
+
+
+def test_the_terminal_tells_them_in_its_lines(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = io.StringIO()
+    ended = threading.Event()
+    ended.set()
+    watch(Run(run), ended, Console(file=told, force_terminal=False, width=200))
+    assert "right answers 0.7500 · spread 0.2500 · consensus distance" in told.getvalue()
 
 
 def _png() -> bytes:

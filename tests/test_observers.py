@@ -180,15 +180,18 @@ def test_peers_that_have_ended_stay_until_who_observes_has_seen_it(launched: Lau
     source = (Path(__file__).parent / "own_workload.py").read_text()
     (launched.folder / "slow_workload.py").write_text(source + SLOW)
     settings = ("--independent", "--replicas", 2, "--workload", "slow_workload:Slow", "--every", "1s")
-    rounds = round(patience(8))
+    rounds = round(patience(5))
     training = launched.start(*settings, "--rounds", rounds, "--deadline", patience(15), "--out", "run")
-    until(lambda: (launched.run / "run.ticket").exists(), 120)
-    observer = Python("-m", "farflung", "join", "run", "--observe", "--out", "observer", cwd=launched.folder)
+    until(lambda: (launched.run / "run.ticket").exists() and launched.averaged(0) > 0, 120)
+    err = launched.folder / "observer.err"
+    observes = ("join", "run", "--observe", "--out", "observer")
+    observer = Python("-m", "farflung", *observes, cwd=launched.folder, err=err)
     try:
         for process in (observer, training):
             process.wait(patience(60))
     finally:
         observer.kill()
+    assert observer.wait() == 0, err.read_text()
     folder = launched.folder / "observer"
     steps = [event.step for event in judged_in(folder)]
     assert len(steps) > 1 and steps[-1] == 10 * rounds

@@ -23,7 +23,7 @@ from processes import SMALL as FEW
 from processes import farflung, fill
 
 from farflung.errors import UserError
-from farflung.workloads import data, prepared, store, text, tokenizers
+from farflung.workloads import data, prepared, store, tokenizers
 from farflung.workloads.language import Language
 from farflung.workloads.settings import LanguageSettings
 
@@ -177,7 +177,7 @@ def test_a_terminal_shows_how_far_a_runs_own_preparation_is(
 
     path, shown = a_text(tmp_path), Terminal()
     if not small:
-        monkeypatch.setattr(text, "SMALL", path.stat().st_size - 1)
+        monkeypatch.setattr("farflung.workloads.text.SMALL", path.stat().st_size - 1)
     monkeypatch.setattr(sys, "stderr", shown)
     made = prepared.store_of(settings_of(path), tokenizers.Bytes())
     tokens = made.manifest.training + made.manifest.held_out

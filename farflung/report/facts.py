@@ -7,14 +7,14 @@ import json
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from farflung import formats
 from farflung.durations import TICKS_PER_SECOND
-from farflung.events import StartEvent
+from farflung.events import EvaluationEvent, StartEvent
 from farflung.figure import LOSS, Figure
 from farflung.formats import RUN_FOLDER
 from farflung.tables import flattened
@@ -156,3 +156,12 @@ class Facts(ABC):
                     self.summary = read if isinstance(read, dict) else None
         RUN_FOLDER.check(self.settings, str(self.folder))
         self.settings.pop(formats.KEY, None)
+
+
+def more_figures(events: Iterable[EvaluationEvent]) -> dict[str, float]:
+    """The figures beside what runs are judged by, by their names: the means of those that replicas have told."""
+    told: dict[str, list[float]] = {}
+    for event in events:
+        for name, value in (event.others or {}).items():
+            told.setdefault(name, []).extend([] if value is None else [value])
+    return {name: sum(values) / len(values) for name, values in told.items() if values}

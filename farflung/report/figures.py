@@ -103,6 +103,12 @@ def scores_of(runs: Sequence[Facts]) -> str:
     return " or ".join(dict.fromkeys(", ".join(filter(None, (one.name, one.unit))) for one in told))
 
 
+def score_title(runs: Sequence[Facts], against: str) -> str:
+    """The heading over a picture of what runs are judged by."""
+    name = scores_of(runs)
+    return f"{name[:1].upper()}{name[1:]} {against}"
+
+
 def _title(runs: Sequence[Facts], axis: Axis) -> str:
     return AXES.get(axis, f"{units_of(runs)}, all replicas together")
 

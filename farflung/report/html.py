@@ -111,8 +111,7 @@ def _scored(runs: list[Run], against: str, axis: Axis) -> list[str]:
     """What runs are judged by that is no loss."""
     if not figures.score_traces(runs, axis):
         return []
-    title = f"{figures.scores_of(runs)} {against}"
-    return [_section(escape(title[:1].upper() + title[1:]), picture(figures.score_figure(runs, axis)))]
+    return [_section(escape(figures.score_title(runs, against)), picture(figures.score_figure(runs, axis)))]
 
 
 def _consensus(runs: list[Run]) -> list[str]:

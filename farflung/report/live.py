@@ -17,6 +17,7 @@ from rich.text import Text
 from farflung.durations import duration
 from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
 from farflung.report import peers
+from farflung.report.facts import more_figures
 from farflung.report.memory import latest, memory_line
 from farflung.report.numbers import nbytes, number, shares
 from farflung.report.read import Run, mean
@@ -119,7 +120,8 @@ def _is_due(untold_steps: int, told_at: float, step: int, steps: int) -> bool:
 def _evaluation_line(run: Run, step: int, events: Sequence[EvaluationEvent], distance: float | None) -> str:
     apart = "" if distance is None else f" · consensus distance {distance:.3g} (of sampled weights)"
     score = number(mean([event.score for event in events]))
-    return f"{run.at(step)}{_of_whom(run)} · {run.figure.name} {score}{apart}"
+    more = "".join(f" · {name} {number(value)}" for name, value in more_figures(events).items())
+    return f"{run.at(step)}{_of_whom(run)} · {run.figure.name} {score}{more}{apart}"
 
 
 def table(run: Run) -> Table:
@@ -204,6 +206,10 @@ def _notes(run: Run) -> list[Text]:
     if spent:
         notes.append(Text(f"time goes to {shares(spent)}"))
     notes += [Text(memory_line(event)) for event in latest(run)[:1]]
+    judged = [event for replica in run.alive for event in run.of(replica, EvaluationEvent)[-1:]]
+    if more := more_figures(judged):
+        at = run.at(max(event.step for event in judged))
+        notes.append(Text(f"{', '.join(f'{name} {number(value)}' for name, value in more.items())} at {at}"))
     for step, distance in list(run.consensus_distance().items())[-1:]:
         often = f", each {every} steps" if (every := run.settings.get("eval_every")) and not run.by_clock else ""
         measured = f"of sampled weights, measured with the {run.figure.name}{often}"

@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from farflung.durations import duration
+from farflung.report.facts import more_figures
 from farflung.report.islands import wide_table
 from farflung.report.numbers import nbytes, number
 from farflung.report.page import sample_html
@@ -52,6 +53,7 @@ def _facts(run: Followed) -> dict[str, str]:
     word, (at, end) = "at" if run.by_clock else "step", (run.at(one).removeprefix("step ") for one in (step, steps))
     lines = [one.last for one in replicas if one.last]
     speed = sum(one.last.tokens_per_second for one in there if one.last and run.state(one) == "trains")
+    judged = [one.evaluation for one in there if one.evaluation]
     curves = {what: run.kept.curves[what].last for what in ("training", "score", "distance")}
     distance = curves["distance"]
     return {
@@ -59,6 +61,7 @@ def _facts(run: Followed) -> dict[str, str]:
         "state": escape(_state(run)),
         word: f'{at} of {end} <progress value="{step}" max="{max(1, steps)}"></progress>',
         escape(run.figure.name): _loss(curves["score"]),
+        **{escape(name): number(value) for name, value in more_figures(judged).items()},
         "training loss": _loss(curves["training"]),
         escape(run.units): f"{sum(line.tokens for line in lines):,}"
         + (f", {speed:,.0f} a second now" if speed else ""),

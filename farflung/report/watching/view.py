@@ -108,7 +108,7 @@ class View:
 
         def score(axis: Axis) -> _Picture:
             against = TITLES.get(axis, f"Loss against {figures.units_of(runs)}").removeprefix("Loss ")
-            title = escape(f"{figures.scores_of(runs)} {against}")
+            title = escape(figures.score_title(runs, against))
             return title, lambda: figures.score_traces(runs, axis), lambda: figures.score_figure(runs, axis)
 
         runs = self._watched
