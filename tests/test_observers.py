@@ -110,6 +110,16 @@ def test_an_observer_bears_replicas_that_die_and_goes_on_when_the_run_does(tmp_p
     assert not (run / "observer-0").exists()
 
 
+def test_an_observer_sees_rounds_by_the_clock_of_unlike_replicas(tmp_path: Path) -> None:
+    """A step takes a tenth of a second, and of one replica four tenths."""
+    conditions = tmp_path / "conditions.toml"
+    conditions.write_text("speeds = [1, 0.25]\n")
+    given = {"every": "0.5s", "rounds": 3, "observers": 1, "conditions": str(conditions), "method": "diloco"}
+    run = simulated(tmp_path / "run", **given)
+    assert [event.step for event in judged_in(run / "observer-0")] == [5, 10, 15]
+    assert same(saved(run / "observer-0", 15, 3)["model"], averaged(run))
+
+
 @pytest.mark.slow
 def test_an_observer_of_processes_sees_all_that_it_comes_to_and_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -34,7 +34,8 @@ from farflung.workloads.registry import WORKLOADS
 
 NOT_INVITED = (
     *("replicas", "shares", "network", "independent", "restarts", "conditions", "bandwidth_mbps", "latency_ms"),
-    *("step_ms", "shard", "islands", "gateway", "offload", "routes", "observe", "core_only", "core_only_replicas"),
+    *("step_ms", "shard", "islands", "gateway", "offload", "routes", "observe", "observers"),
+    *("core_only", "core_only_replicas"),
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
 FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
