@@ -35,7 +35,7 @@ NEAR, FAR = 50e9, 1.6e9
 """Parameters that a step of AdamW updates a second, on the device and on the host."""
 MEMORY, FIXED = 40e9, 2e9
 """Bytes of AutoHete's device, and of what else is on it."""
-MODELS = {"4.0B": (2304, 64, 16_384, (1.62, 1.23)), "8.2B": (3072, 72, 8192, (1.81, 1.38))}
+MODELS = {"4.0B": (2304, 64, 18_432, (1.62, 1.23)), "8.2B": (3072, 72, 10_240, (1.81, 1.38))}
 """Width, layers, tokens; and noted, over all optimizers far: without clipping, and with it."""
 PRIORITY = 1.21
 

@@ -217,11 +217,11 @@ class _Trials:
             for layer in layers
         ]
         for number, others in enumerate(single):
-            for other in others:
-                yield _with(layers, {number: other})
-        for first, second in combinations(range(count), 2):
-            if layers[first] != layers[second] and (count <= 2 * FEW or second == first + 1):
-                yield _with(layers, {first: layers[second], second: layers[first]})
+            for changed in others:
+                yield _with(layers, {number: changed})
+        for one, other in combinations(range(count), 2):
+            if layers[one] != layers[other] and (count <= 2 * FEW or other == one + 1):
+                yield _with(layers, {one: layers[other], other: layers[one]})
         if count <= FEW:
             for changing in (2, 3):
                 for numbers in combinations(range(count), changing):

@@ -33,14 +33,14 @@ class Counted:
 def counted(model: Architecture, sequences: int, length: int, precision: str) -> Counted:
     """What each layer saves of so many sequences; under bfloat16 with the copies of its weights. Counted once each."""
     shape = sequences, length, precision
-    if shape not in model.saved:
+    found: Counted | None = model.saved.get(shape)
+    if found is None:
         numbers = sequences * length * model.hidden
         try:
             layers = _layers(model.outline, sequences, length, precision)
         except RuntimeError:
             layers = (numbers * AS_LLAMA[precision],) * len(model.layers)
-        model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize)
-    found: Counted = model.saved[shape]
+        found = model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize)
     return found
 
 
