@@ -73,6 +73,7 @@ def cap_between(draw: random.Random, profile: Profile) -> int:
     return least + int(draw.random() * (kept - least))
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_fastest_of_all_modes() -> None:
     draw = random.Random(24)
     ratios = []
