@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import HERE, SMALL, run_here, run_together, same_weights
 from torch import nn
+from transformers import LlamaConfig
 
 from farflung.errors import UserError
 from farflung.events import MemoryEvent, StepEvent
@@ -143,8 +144,10 @@ def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(tmp_path: Path) -
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_where_memory_is_limited_it_trains_with_the_same_losses(tmp_path: Path) -> None:
     """Without a plan, the process dies of it."""
-    usual = ["train", *ALONE, "--model", "small", "--steps", "2", "--log-every", "1", "--eval-every", "9"]
-    usual += ["--sequence-length", "128", "--batch-size", "32", "--inner", "adamw"]
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 10, "num_attention_heads": 4}
+    LlamaConfig(**sizes).save_pretrained(tmp_path / "deep")
+    usual = ["train", *ALONE, "--model", str(tmp_path / "deep"), "--steps", "2", "--log-every", "1"]
+    usual += ["--sequence-length", "128", "--batch-size", "64", "--inner", "adamw"]
     run_together(1, HERE / "limited.py", 0, *usual, "--out", tmp_path / "kept")
     with pytest.raises(AssertionError, match="allocate memory"):
         run_together(1, HERE / "limited.py", 700, *usual, "--out", tmp_path / "dies")

@@ -126,22 +126,22 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
         (
             AFTER_RESUME,
             "batched_replicas boundary checkpoint_every compile data_deadline data_room deadline device "
-            "device_tflops eval_every force_tokenizer islands keep_checkpoints log_every lr max_hours "
-            "microbatches pipeline_schedule profile profile_replicas restarts rounds shard stages steps text_share "
-            "track track_replicas",
+            "device_tflops eval_every far_folder force_tokenizer islands keep_checkpoints log_every lr max_hours "
+            "memory microbatches pipeline_schedule profile profile_replicas restarts rounds shard stages steps "
+            "text_share track track_replicas",
         ),
         (
             BETWEEN_MACHINES,
-            "compile data data_deadline data_room deadline device device_tflops keep_checkpoints log_every "
-            "max_hours offload out outer_device profile profile_replicas starting text_share tokenizer track "
-            "track_replicas validation",
+            "compile data data_deadline data_room deadline device device_tflops far_folder keep_checkpoints "
+            "log_every max_hours memory offload out outer_device profile profile_replicas starting text_share "
+            "tokenizer track track_replicas validation",
         ),
         (
             BETWEEN_PEERS,
             "batch_size boundary checkpoint_every compile data data_deadline data_room deadline device "
-            "device_tflops eval_every gateway log_every max_hours max_tokens microbatches model observe out "
-            "pipeline_schedule profile profile_replicas restarts shard stages text_column text_share tokenizer "
-            "track track_replicas validation",
+            "device_tflops eval_every far_folder gateway log_every max_hours max_tokens memory microbatches "
+            "model observe out pipeline_schedule profile profile_replicas restarts shard stages text_column "
+            "text_share tokenizer track track_replicas validation",
         ),
     ],
 )

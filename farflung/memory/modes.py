@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from farflung.memory.copies import Arrival, Copies
 from farflung.memory.measure import staying, tensors_in
 from farflung.memory.plan import LayerCost, LayerPlan, Mode
+from farflung.memory.step import stays_bytes
 
 SMALLEST = 4096
 """Bytes below which a storage is not worth a copy."""
@@ -205,7 +206,7 @@ def apply(
     `prefetch` are the bytes that what is moved may take near beyond what kept layers keep.
     """
     undo(layers)
-    keeps = [kept_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
+    keeps = [stays_bytes(cost, plan) for plan, cost in zip(plans, costs, strict=True)]
     moves = [moved_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
     again = [again_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
     mover = Mover(copies, keeps, moves, again, sum(keeps) + prefetch)
@@ -217,11 +218,6 @@ def undo(layers: Sequence[nn.Module]) -> None:
     """Lets layers compute as their classes say."""
     for layer in layers:
         vars(layer).pop("forward", None)
-
-
-def kept_bytes(mode: Mode, cost: LayerCost) -> int:
-    """What a layer keeps near of what it saves."""
-    return {"keep": cost.saved_bytes, "recompute": cost.input_bytes}.get(mode, 0)
 
 
 def moved_bytes(mode: Mode, cost: LayerCost) -> int:

@@ -23,6 +23,9 @@ TIMES = 2
 COPIED = 1 << 25
 """Bytes that are copied, each way, to find how fast that is."""
 
+SLICE = 1 << 22
+"""Values of each parameter outside of the layers that the optimizer's step is timed with: embeddings may be large."""
+
 Make = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
 """Makes an inner optimizer of named parameters."""
 
@@ -168,25 +171,35 @@ def _timed(
     return forward_s, backward_s
 
 
-def _state(model: Model, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What the optimizer's step of some parameters takes near and far, and the bytes of its moments and gradients."""
-    seconds, moments = {}, 0
-    for device in dict.fromkeys((model.device, torch.device("cpu"))):
-        copies = [(name, nn.Parameter(own_of(p).detach().to(device, copy=True))) for name, p in named.items()]
-        optimizer, times = model.make(copies) if copies else None, [0.0]
+def _state(model: Model, named: Mapping[str, nn.Parameter], most: int | None = None) -> dict[str, Any]:
+    """What the optimizer's step of some parameters takes, and the bytes of its moments and gradients.
+
+    Of each it steps a copy, or one of its first rows, of about `most` values, and reckons the rest like these. Nobody
+    steps far yet: the seconds of that are those of near.
+    """
+    whole = {name: own_of(parameter).detach() for name, parameter in named.items()}
+    rows = {name: own[: max(1, most // own[0].numel())] if most and own.dim() else own for name, own in whole.items()}
+    copies = [(name, nn.Parameter(own.clone())) for name, own in rows.items()]
+    gradients, times, moments = bytes_of(whole.values()), [0.0], 0
+    if copies:
+        optimizer = model.make(copies)
         for _, parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
-        for _ in range(1 + TIMES if optimizer else 0):
-            assert optimizer is not None
-            began = _now(device)
+        optimizer.step()  # which makes its moments
+        times.clear()
+        for _ in range(TIMES):
+            began = _now(model.device)
             optimizer.step()
-            times.append(_now(device) - began)
-        seconds[device.type] = min(times[2:], default=0.0)
-        if optimizer and device == model.device:
-            moments = bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
-    near_s, far_s = seconds[model.device.type], seconds["cpu"]
-    gradients = bytes_of(own_of(parameter) for parameter in named.values())
-    return {"gradient_bytes": gradients, "moment_bytes": moments, "near_step_s": near_s, "far_step_s": far_s}
+            times.append(_now(model.device) - began)
+        moments = bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
+    share = max(bytes_of(rows.values()), 1) / max(gradients, 1)
+    seconds = min(times) / share
+    return {
+        "gradient_bytes": gradients,
+        "moment_bytes": round(moments / share),
+        "near_step_s": seconds,
+        "far_step_s": seconds,
+    }
 
 
 @dataclass
@@ -216,7 +229,7 @@ def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, 
         _marked(model, seen, held)
     marks = _marked(model, seen, None)
     forward, backward = marks.between("begin", "first"), marks.between("entered", "end")
-    state = _state(model, {name: p for name, p in others.items() if p.requires_grad})
+    state = _state(model, {name: p for name, p in others.items() if p.requires_grad}, SLICE)
     weights = bytes_of(own_of(p) for p in others.values())
     before = LayerCost(forward[0], backward[0], forward[1], 0, weights, **state)
     head_forward, head_backward = marks.between("last", "loss"), marks.between("loss", "left")

@@ -17,6 +17,8 @@ MARGIN = 0.1
 """The part of a device's free memory that `auto` leaves alone."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNLIMITED = 1 << 60
+THREADS = 1 << 28
+"""Bytes of a limited address space that threads take without using them."""
 
 
 def check_words(memory: str) -> None:
@@ -72,7 +74,7 @@ def _limits() -> Iterator[tuple[int, int]]:
     """Limits of this process, and what it has taken of each."""
     try:
         sizes = [int(word) * resource.getpagesize() for word in Path("/proc/self/statm").read_text("ascii").split()]
-        taken = {resource.RLIMIT_AS: sizes[0], resource.RLIMIT_DATA: sizes[5]}
+        taken = {resource.RLIMIT_AS: sizes[0] + THREADS, resource.RLIMIT_DATA: sizes[5]}
     except OSError:
         taken = {}
     for kind, size in taken.items():
