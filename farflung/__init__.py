@@ -12,7 +12,7 @@ from farflung.errors import UserError
 from farflung.formats import package_version
 
 if TYPE_CHECKING:
-    from farflung import codecs, data, embeddings, integrations, methods, networks, outer
+    from farflung import codecs, data, embeddings, integrations, joint, methods, networks, outer
     from farflung.codecs import Codec, Dense, ErrorFeedback, LowRank, Modulo, Quantize, TopK, codec_named
     from farflung.networks import (
         Conditions,
@@ -74,6 +74,7 @@ __all__ = [
     "embeddings",
     "from_env",
     "integrations",
+    "joint",
     "methods",
     "networks",
     "outer",
@@ -89,7 +90,7 @@ ROOMS = ("codecs", "methods", "networks", "outer")
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for: torch takes seconds, in which the command line must hear signals already."""
-    if name in (*ROOMS, "data", "embeddings", "integrations"):
+    if name in (*ROOMS, "data", "embeddings", "integrations", "joint"):
         return importlib.import_module(f"farflung.{name}")
     if name == "InternetNetwork":
         return importlib.import_module("farflung.training.peer").internet().InternetNetwork  # an extra; says so

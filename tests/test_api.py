@@ -21,7 +21,7 @@ import farflung
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 KINDS = {
-    "Rooms": {"codecs", "data", "embeddings", "integrations", "methods", "networks", "outer"},
+    "Rooms": {"codecs", "data", "embeddings", "integrations", "joint", "methods", "networks", "outer"},
     "A run's method": {"Method", "Schedule", "Everyone", "RandomGroups", "GossipNesterov", "Session", "Round"},
     "Your own loop": {"RunFolder"},
     "Codecs": {"Codec", "Dense", "ErrorFeedback", "LowRank", "Modulo", "Quantize", "TopK", "codec_named"},

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from farflung.outer.faults import DivergedError
     from farflung.outer.gasloc import GossipDrift
     from farflung.outer.gradients import GradientLoop
+    from farflung.outer.holders import Holders
     from farflung.outer.loop import OuterLoop
     from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
     from farflung.outer.method import Method
@@ -44,6 +45,7 @@ __all__ = [
     "GossipDrift",
     "GossipNesterov",
     "GradientLoop",
+    "Holders",
     "Keep",
     "KeepSent",
     "KeepTurned",

@@ -46,6 +46,14 @@ def alternating(
     return AlternatingIsland(island, workload, model, mesh, place, seed, device, ahead), network
 
 
+def outline(settings: Settings) -> Any:
+    """The model that a run's strong replicas train, without memory for its weights. Raises UserError."""
+    model = settings.made_workload().outline()
+    if settings.core.core:
+        core_named(settings.core.core).divide(model)
+    return model
+
+
 def check_core(settings: Settings) -> None:
     """Refuses a core that the model cannot have, or that a run cannot train. Raises UserError."""
     given, usual, island = settings.core, CoreSettings(), settings.island
@@ -54,7 +62,7 @@ def check_core(settings: Settings) -> None:
             if value != getattr(usual, name):
                 raise UserError(f"{name} is {value}, but the model has no core; add --core, such as --core lowrank16")
         return
-    core, method = core_named(given.core), settings.method()
+    method = settings.method()
     for what, why in {
         "stages and shards": island.divided or island.offload or island.gateway,
         "a swarm": island.swarm,
@@ -70,7 +78,7 @@ def check_core(settings: Settings) -> None:
             "has none such; choose another, such as noloco or diloco"
         )
     _check_weak(settings)
-    core.divide(settings.made_workload().outline())
+    outline(settings)
 
 
 def _check_weak(settings: Settings) -> None:

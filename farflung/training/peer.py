@@ -28,7 +28,7 @@ from farflung.pipeline.boundaries import boundary_named
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
 from farflung.training import beginning, island, launch, observing, seats
-from farflung.training.core import check_core
+from farflung.training.core import check_core, outline
 from farflung.training.failures import OneLine
 from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
@@ -367,8 +367,7 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
 
 def model_of(settings: Settings) -> tuple[str, int]:
     """A hash of the model's shapes, and its number of values."""
-    outline = settings.made_workload().outline()
-    trained = trainable(outline)
+    trained = trainable(outline(settings))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
     values = sum(parameter.numel() for parameter in trained.values())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values

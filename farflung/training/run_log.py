@@ -257,7 +257,7 @@ class RunLog:
         island = self.settings.island
         peak = self.settings.run.device_tflops or peak_tflops(device, island.precision)
         count = getattr(self.workload, "operations", None)  # a swarm's peer does not compute a whole model
-        if self.network.timed or not peak or count is None or island.swarm:
+        if self.network.timed or not peak or count is None or island.swarm or self.settings.core.core:
             return 0.0
         return float(count(island.recompute) or 0.0) / (1e12 * peak * self.island.settings.processes)
 
