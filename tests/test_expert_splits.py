@@ -205,7 +205,13 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [(None, "holds no mixture"), ("{", "is damaged"), ('{"format": 99}', "newer"), ('{"format": 1}', "is damaged")],
+    [
+        (None, "holds no mixture"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"format": 99}', "newer"),
+        ('{"format": 1}', "is damaged"),
+    ],
 )
 def test_what_is_no_mixture_is_refused_in_a_line(text: str | None, told: str, tmp_path: Path) -> None:
     if text is not None:

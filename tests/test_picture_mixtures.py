@@ -375,10 +375,11 @@ def test_experts_that_never_meet_are_those_of_one_host(
         shutil.copytree(mixture.store(number), tmp_path / f"host-{number}" / "part")
         done = farflung("train", *FEW, "--data", "part", "--out", "run", cwd=tmp_path / f"host-{number}")
         assert done.returncode == 0, done.stderr
+        assert run_here(monkeypatch, tmp_path / f"host-{number}", "export", "run", "model") == 0
     for folder in (apart, together):
         shutil.copytree(mixture.folder, folder)
     for number in range(2):
-        shutil.copytree(tmp_path / f"host-{number}" / "run", apart / "runs" / str(number))
+        shutil.copytree(tmp_path / f"host-{number}" / "model", apart / "runs" / str(number))
         here = ("--data", f"together/expert-{number}", "--out", f"together/runs/{number}")
         assert run_here(monkeypatch, tmp_path, "train", *FEW, *here) == 0
     for folder in (apart, together):

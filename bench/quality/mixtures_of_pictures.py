@@ -61,7 +61,7 @@ class Options:
     """Letters drawn for the Frechet distance."""
 
 
-SMOKE = Options("AO", told=(False,), seeds=(0,), steps=2, batch_size=8, router_steps=60, drawn_pictures=0)
+SMOKE = Options("AO", told=(False,), seeds=(0,), steps=2, batch_size=8, router_steps=100, drawn_pictures=0)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

@@ -107,7 +107,7 @@ def _table(folder: Path) -> dict[str, Any]:
     try:
         table: dict[str, Any] = json.loads(where.read_text("utf-8"))
         formats.MIXTURE.check(table, str(where))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise _damaged(folder, error) from error
