@@ -134,18 +134,20 @@ class Meetings:
         try:
             self._say(visit)
             party = self._party(visit)
-            if not party.group:  # at once: who came now would wait for it
-                self.leave(visit)
+            if not (party.group or party.behind) and visit.note:  # at once: who came now would wait for it
+                self._notes.leave(visit.note.name)
                 self._notes.sweep()
             return visit, party
         except StoreAwayError as error:
             self._presence.away = str(error)
             return visit, Party((), {}, alone="away")
 
-    def leave(self, visit: Visit) -> None:
-        """Takes this peer's note of a round away."""
+    def leave(self, visit: Visit, met: bool) -> None:
+        """Takes this peer's note of a round away; soon if it has `met` others, who have seen it, else after a beat."""
         if visit.note:
             self._notes.leave(visit.note.name)
+            if met:
+                self._presence.sweep_soon()
 
     def _say(self, visit: Visit) -> None:
         """Writes that this peer is there, in place of what it has written before."""

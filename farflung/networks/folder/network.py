@@ -106,7 +106,7 @@ class FolderNetwork(PacketExchanges):
             try:
                 return then(party)
             finally:
-                self._meetings.leave(visit)
+                self._meetings.leave(visit, bool(party.group))
 
         return self.begin(wanted, meet)
 
@@ -206,4 +206,4 @@ class FolderNetwork(PacketExchanges):
         with contextlib.suppress(StoreAwayError):
             while self.now() < ends and self.wanted_by_others(self.peers.look(time.monotonic())):
                 time.sleep(0.5)
-        self.peers.close(self._states.kept)
+        self.peers.close(self._states.stays)

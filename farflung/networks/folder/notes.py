@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class Notes:
         """Own objects, and since when they are there."""
         self._gone: OrderedDict[str, float] = OrderedDict()
         """Objects that are there no more, and since when."""
+        self._fixed: dict[str, float] = {}
         self._leaving: dict[str, None] = {}
         """Own objects that are to be removed."""
         self.missing: set[str] = set()
@@ -153,10 +154,9 @@ class Notes:
             self.missing.discard(name)
             self._remember(name, now)
 
-    def forget_all(self, but: Collection[str]) -> None:
-        """Removes all that this peer has written but some. Raises StoreAwayError."""
-        self.leave(*(name for name in list(self._mine) if name not in but))
-        self.sweep()
+    def fixed_since(self, moment: float) -> list[str]:
+        """The names that all know beforehand whose objects were seen before a moment."""
+        return [name for name, since in self._fixed.items() if since < moment]
 
     def _sealed(self, name: str, parts: Sequence[bytes | memoryview]) -> bytes:
         if len(parts) < 2:
@@ -188,6 +188,7 @@ class Notes:
         for name in self._known.keys() - names.keys():
             del self._known[name]
             self._remember(name, began)
+        self._fixed = {name: self._fixed.get(name, began) for name in fixed}
         self._last = Listing(began, written, fixed)
 
     def _known_as(self, name: str, size: int) -> Written | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +37,8 @@ from farflung.networks.peers.ticket import Ticket
 
 STALE_SECONDS = 3600.0
 """What is older, and was written by who is not there any more, is removed by whoever sees it."""
+CLOSED_SECONDS = 600.0
+"""How long it is kept who met in a round whose members did not find each other by themselves."""
 AT_A_TIME = 64
 """Threads that wait for others."""
 READERS = 8
@@ -112,15 +115,20 @@ class Presence:
             raise UserError(f"{error}; see that this machine reaches it, and may write there") from error
         self._thread.start()
 
-    def close(self, kept: Collection[str] = ()) -> None:
-        """Leaves, and takes along what it has written, but what is to be kept."""
+    def close(self, stays: Callable[[Written], bool] = lambda written: False) -> None:
+        """Leaves, and takes along what it has written, but what stays; the last one, what others have left behind."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(5)
         for pool in (self.pool, self.readers):
             pool.shutdown(wait=False, cancel_futures=True)
         try:
-            self.notes.forget_all(kept)
+            if self.info["listed"]:
+                listing = self.look(time.monotonic())
+                alone = not any(member.alive for member in self.members.all())
+                theirs = [one for one in listing.written if alone or one.note.rank == self.identity.rank]
+                self.notes.leave(*(one.name for one in theirs if not stays(one)), *(listing.fixed if alone else ()))
+                self.notes.sweep()
         except StoreAwayError as error:
             self.tell(f"{error}; what this peer has written there is removed by the others in time")
 
@@ -173,6 +181,16 @@ class Presence:
         """Does work in a thread of its own."""
         return self.pool.submit(work)
 
+    def sweep_soon(self) -> None:
+        """Removes what is to be removed, in a thread of its own."""
+
+        def sweep() -> None:
+            with contextlib.suppress(StoreAwayError):  # what is left is removed after the next beat
+                self.notes.sweep()
+
+        with contextlib.suppress(RuntimeError):  # this peer has left, and taken all along
+            self.pool.submit(sweep)
+
     def tell_once(self, fault: str) -> None:
         """Tells of a fault, unless it was told before."""
         fault = plain(fault)
@@ -211,6 +229,7 @@ class Presence:
             old = now - note.time > STALE_SECONDS and not self._is_current(note)
             if old or (note.rank == self.identity.rank and note.session != self.notes.session):
                 self.notes.leave(one.name)
+        self.notes.leave(*self.notes.fixed_since(time.monotonic() - CLOSED_SECONDS))
         for tidy in self.tidying:
             tidy(listing)
         self.notes.sweep()

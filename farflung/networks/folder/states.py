@@ -6,7 +6,8 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ KEPT_SECONDS = 1800.0
 ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
 """How long the first answer is waited for, and after it the others."""
 LOOK_SECONDS = 1.0
+STATES = (Kind.STATE, Kind.PIECE)
 AHEAD = 1000
 """Steps that a state may be ahead of the median step."""
 SHARED = b"the last state"
@@ -49,14 +51,16 @@ class FolderStates:
         self._last: list[str] = []
         """Own objects of the state that is kept when all have gone."""
         self._refused: set[str] = set()
+        self._writer = ThreadPoolExecutor(1, "states")
+        """Which writes one state after the other: the last one stays."""
         self._writing: list[Future[None]] = []
         self._last_subject = self._notes.seals.subject(SHARED)
         presence.tidying.append(self._tidy)
 
-    @property
-    def kept(self) -> list[str]:
-        """The objects of this peer's that stay when all have gone."""
-        return self._last
+    def stays(self, written: Written) -> bool:
+        """Whether an object is of a state that is kept for when all have gone."""
+        own_before = written.note.rank == self._presence.identity.rank and written.name not in self._last
+        return written.note.kind in STATES and written.note.subject == self._last_subject and not own_before
 
     @property
     def due(self) -> bool:
@@ -83,11 +87,12 @@ class FolderStates:
             except StoreAwayError as error:
                 self._presence.tell_once(f"the run's state was not written: {error}")
 
-        self._writing = [one for one in self._writing if not one.done()] + [self._presence.submit(write)]
+        self._writing = [one for one in self._writing if not one.done()] + [self._writer.submit(write)]
 
     def finish(self, seconds: float) -> None:
         """Waits at most so long for what is being written."""
         wait(self._writing, seconds)
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, identical: bool) -> SharedState:
         """The state of those who train, or where nobody does, the last that was kept. Raises PeerLostError."""
@@ -134,7 +139,8 @@ class FolderStates:
             own = self._presence.identity.peer
             about = {"id": os.urandom(8).hex(), "digests": digests, "names": names, "peer": own}
             told = json.dumps({**about, **described}).encode()
-            state = self._notes.post(Kind.STATE, lambda **who: said(**who, subject=subject), [told])  # noqa: B023
+            at = {"subject": subject, "step": described["facts"]["step"]}
+            state = self._notes.post(Kind.STATE, lambda **who: replace(said(**who), **at), [told])  # noqa: B023
             until = time.monotonic() + KEPT_SECONDS
             if subject == self._last_subject:
                 self._given |= dict.fromkeys(self._last, 0.0)
@@ -251,7 +257,7 @@ class FolderStates:
         newest = max((one.note.time for one in kept), default=0.0)
         for one in listing.written:
             note = one.note
-            if note.kind not in (Kind.STATE, Kind.PIECE) or self._presence.found(note.rank):
+            if note.kind not in STATES or self._presence.found(note.rank):
                 continue
             last = note.subject == self._last_subject and newest - note.time <= KEPT_SECONDS
             old = note.rank != self._presence.identity.rank and time.time() - note.time > KEPT_SECONDS
