@@ -66,7 +66,7 @@ def test_every_setting_has_help_text() -> None:
         ("method = ['diloco']", ["method is ['diloco']", "type str"]),
         ("workload = ['language']", ["workload is ['language']", "type str"]),
         ("workload = 5", ["workload is 5", "type str"]),
-        ("inner = ['muon']", ["inner is ['muon']", "one of adamw, muon, sign"]),
+        ("inner = ['muon']", ["inner is ['muon']", "one of adamw, muon, muloco, sign"]),
         (f"lr = 1{'0' * 400}", ["lr is 1000000000", "finite"]),
     ],
 )
