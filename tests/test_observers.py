@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from own_workload import Guess
 from patience import patience, until
 from processes import SMALL as BRIEF
 from processes import same, saved, train_together
@@ -172,42 +171,6 @@ def test_an_observer_judges_what_peers_have_and_is_in_nobody_s_round(launched: L
         held = launched.events(number, RoundEvent)
         assert all(own not in event.group and len(event.group) in (0, 2) for event in held)
         assert all(event.started_step >= 20 * event.round for event in held)
-
-
-SLOW = """
-
-class Slow(Guess):
-    def batch(self, ids):
-        import time
-        time.sleep(0.1)
-        return super().batch(ids)
-"""
-
-
-@pytest.mark.slow
-def test_peers_that_have_ended_stay_until_who_observes_has_seen_it(launched: Launched) -> None:
-    """Steps that compute next to nothing, so that the run may last until the observer has come."""
-    source = (Path(__file__).parent / "own_workload.py").read_text()
-    (launched.folder / "slow_workload.py").write_text(source + SLOW)
-    settings = ("--independent", "--replicas", 2, "--workload", "slow_workload:Slow", "--every", "1s")
-    rounds = round(patience(5))
-    training = launched.start(*settings, "--rounds", rounds, "--deadline", patience(15), "--out", "run")
-    until(lambda: (launched.run / "run.ticket").exists() and launched.averaged(0) > 0, 120)
-    err = launched.folder / "observer.err"
-    observes = ("join", "run", "--observe", "--out", "observer")
-    observer = Python("-m", "farflung", *observes, cwd=launched.folder, err=err)
-    try:
-        for process in (observer, training):
-            process.wait(patience(60))
-    finally:
-        observer.kill()
-    assert observer.wait() == 0, err.read_text()
-    folder = launched.folder / "observer"
-    steps = [event.step for event in judged_in(folder)]
-    assert len(steps) > 1 and steps[-1] == 10 * rounds
-    (own,) = checkpoint.replicas_of(folder)
-    best = checkpoint.best_step(folder, Guess.judged_by)
-    assert best and same(averaged(folder), saved(folder, best[0], own)["model"])
 
 
 @pytest.mark.parametrize(
