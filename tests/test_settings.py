@@ -138,7 +138,7 @@ def test_a_table_that_there_is_not_is_named(tmp_path: Path) -> None:
         ),
         (
             BETWEEN_PEERS,
-            "batch_size boundary checkpoint_every compile data data_deadline data_room deadline device "
+            "batch_size boundary checkpoint_every compile core_only data data_deadline data_room deadline device "
             "device_tflops eval_every far_folder gateway log_every max_hours max_tokens memory microbatches "
             "model observe out pipeline_schedule profile profile_replicas restarts shard stages text_column "
             "text_share tokenizer track track_replicas validation",
