@@ -21,6 +21,15 @@ def test_without_rounds_nothing_starts() -> None:
     assert Schedule(every=None).first(0) == 0
 
 
+@pytest.mark.parametrize("schedule", [Schedule(6, 2, 3), Schedule("2s", delay="1s"), Schedule(8, final=4, steps=100)])
+def test_rounds_so_many_times_as_far_apart_are_some_of_the_others(schedule: Schedule) -> None:
+    rarer = schedule.times(3)
+    assert schedule.every and rarer.every == 3 * schedule.every
+    assert (rarer.delay, rarer.fragments, rarer.by_clock) == (schedule.delay, schedule.fragments, schedule.by_clock)
+    assert [rarer.every_at(step) for step in (0, 100)] == [3 * schedule.every_at(step) for step in (0, 100)]
+    assert schedule.times(1) == schedule and Schedule().times(3) == Schedule()
+
+
 @given(every=st.integers(1, 60), share=st.floats(0.01, 1.0), data=st.data())
 def test_a_shortened_schedule_keeps_room_for_all_fragments_and_for_its_delay(
     every: int, share: float, data: st.DataObject
