@@ -19,7 +19,7 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import SharedState, SimulatedNetwork, Simulation
 from farflung.outer import ElasticLoop, OuterLoop
-from farflung.outer.elastic import shared_tensors
+from farflung.outer.shared import shared_tensors
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

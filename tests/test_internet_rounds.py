@@ -33,10 +33,10 @@ from farflung.outer import GossipNesterov, ParameterAveraging, Round, Session
 from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clipped, median
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message
-from farflung.outer.elastic import check_shared, shared_tensors, take_shared
 from farflung.outer.fragments import Weights, split
 from farflung.outer.merges import Keep
 from farflung.outer.optimizers import after_a_step, message_of, step_with
+from farflung.outer.shared import check_shared, shared_tensors, take_shared
 
 STEP_SECONDS = 0.03
 

@@ -22,7 +22,7 @@ from farflung.networks.internet import read_ticket
 from farflung.swarm import turns
 from farflung.swarm.leading import Leader
 from farflung.swarm.letters import Microbatch
-from farflung.training.peer import _ticket_kept
+from farflung.training.own_ticket import ticket_kept
 from farflung.training.stopping import StoppedError
 
 
@@ -134,7 +134,7 @@ def test_a_leader_that_leads_no_more_though_it_is_there_is_followed_by_another_h
 
 
 def test_a_ticket_to_who_is_there_is_kept_before_the_first_step(pair: Run, tmp_path: Path) -> None:
-    with _ticket_kept(pair.peers[0], tmp_path / "run.ticket"):
+    with ticket_kept(pair.peers[0], tmp_path / "run.ticket"):
         assert read_ticket(tmp_path / "run.ticket").addresses == pair.peers[0].invitation().addresses
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from farflung.outer.session import Session, Setup
+    from farflung.outer.session import Session
+    from farflung.outer.setup import Setup
 
 
 class Dealing(Protocol):

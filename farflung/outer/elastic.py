@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from farflung.codecs import finite
 from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.hooks.digests import digest
@@ -27,21 +26,18 @@ from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.columns import of_party
 from farflung.outer.exchange import Exchange, not_compared, start_columns
-from farflung.outer.fragments import ANCHOR, Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result, Round
 from farflung.outer.round import Offer, PendingRound, Sync
-from farflung.outer.session import Setup
+from farflung.outer.setup import Setup
+from farflung.outer.shared import OF, check_shared, shared_tensors, take_shared
 from farflung.outer.slow_link import SlowLink
 from farflung.outer.whole_state import NearProcesses
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-OF = " of "
-"""Between what a tensor is and the name of its cell."""
 
 LOW_BITS = (1 << 31) - 1
 """Of a digest: a float64 holds sums of so many bits exactly."""
@@ -63,8 +59,6 @@ HELD_UP = "held_up_s"
 
 WHY_ALONE = "alone"
 """The fact of why a replica was alone in its last round: the word's place in ALONE, from 1; 0 where it was not."""
-
-OTHER_SHAPES = "the run's anchors have other shapes than the model here; see that both use the same model"
 
 
 class ElasticLoop(OuterLoop):
@@ -366,39 +360,3 @@ class ElasticLoop(OuterLoop):
             with contextlib.suppress(PeerLostError):
                 fetching.wait(min(left, IN_TOUCH_S))
         return True
-
-
-def shared_tensors(all_weights: Iterable[Weights]) -> Iterator[tuple[str, Tensor]]:
-    """The anchors, and what the outer optimizer keeps of them, cell by cell, by name."""
-    for weights in all_weights:
-        for cell, kept in weights.fragment.apart(weights.shared()).items():
-            for kind, value in kept.items():
-                yield f"{kind}{OF}{cell}", value
-
-
-def check_shared(tensors: Mapping[str, Tensor], values: Mapping[str, int], kinds: Collection[str]) -> None:
-    """Checks another replica's `shared_tensors`.
-
-    Each cell has so many values; besides anchors they may be of these kinds. Raises UserError unless all fit.
-    """
-    with_anchor = set()
-    for name, value in tensors.items():
-        kind, _, cell = name.partition(OF)
-        if value.numel() != values.get(cell) or kind not in (ANCHOR, *kinds):
-            raise UserError(OTHER_SHAPES)
-        if kind == ANCHOR:
-            with_anchor.add(cell)
-    if with_anchor != values.keys():
-        raise UserError(OTHER_SHAPES)
-    if not finite(*tensors.values()):
-        raise UserError("a peer gave a state that is not finite; join again, from other peers' RUN/run.ticket")
-
-
-def take_shared(all_weights: Sequence[Weights], tensors: Mapping[str, Tensor]) -> None:
-    """Takes another replica's `shared_tensors`, which have been checked, of these weights' cells."""
-    cells: dict[str, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        kind, _, cell = name.partition(OF)
-        cells.setdefault(cell, {})[kind] = value
-    for weights in all_weights:
-        weights.take_shared(weights.fragment.together(cells))

@@ -13,7 +13,8 @@ from farflung.hooks.shards import own_of
 from farflung.hooks.steps import hook_steps
 from farflung.outer.columns import Message
 from farflung.outer.mean_gradient import MeanGradient
-from farflung.outer.session import Session, Setup
+from farflung.outer.session import Session
+from farflung.outer.setup import Setup
 
 
 class GradientLoop(Session):

@@ -40,7 +40,8 @@ from farflung.outer.outcomes import LEFT_OVER, Outcome, Result, Round
 from farflung.outer.pace import Pace
 from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
-from farflung.outer.session import Session, Setup
+from farflung.outer.session import Session
+from farflung.outer.setup import Setup
 from farflung.outer.states import cells_kept, packed, take_cells, unpacked
 
 if TYPE_CHECKING:

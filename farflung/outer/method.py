@@ -31,7 +31,8 @@ from farflung.outer.momentum import MomentumSchedule
 from farflung.outer.optimizers import OuterFactory
 from farflung.outer.options import Options, completed
 from farflung.outer.schedules import Schedule
-from farflung.outer.session import Session, Setup
+from farflung.outer.session import Session
+from farflung.outer.setup import Setup
 from farflung.outer.topologies import Everyone, Topology
 from farflung.renamed import Formerly
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from farflung.cells import Cell
@@ -26,19 +25,19 @@ from farflung.hooks.steps import hook_steps
 from farflung.hooks.strangers import watch_for_strangers
 from farflung.hooks.trained import Trained
 from farflung.hooks.untrained import Untrained
-from farflung.networks import Network
 from farflung.networks.torchrun import tell_launcher
 from farflung.outer.averages import Averages
 from farflung.outer.columns import Columns, Message
 from farflung.outer.departures import Departures
 from farflung.outer.faults import Faults
 from farflung.outer.holders import Holders
-from farflung.outer.options import Options, check_elastic
+from farflung.outer.options import check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
+from farflung.outer.setup import Setup
 
 if TYPE_CHECKING:
-    from farflung.outer.method import Method
+    pass
 
 UNSEEN = (
     "the rounds end, but no step of the attached optimizers was seen; call optimizer.step() itself, not the step of "
@@ -48,21 +47,6 @@ ENDED = (
     "the rounds have ended with finish(), so this step is this replica's alone; attach again to hold more, or call "
     "average_buffers() where only an evaluation is due"
 )
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a method is attached to, and how."""
-
-    method: Method
-    model: nn.Module
-    optimizers: Sequence[Optimizer]
-    """In the order in which they step."""
-    network: Network
-    options: Options
-    """All of them."""
-    undo: ExitStack
-    """Takes what undoes the hooks; whoever makes this closes it if attaching fails."""
 
 
 class Session:

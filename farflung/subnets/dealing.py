@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from farflung.errors import UserError
 from farflung.joint.branches import ATTENTION, FEED_FORWARD
-from farflung.outer.session import Session, Setup
+from farflung.outer.session import Session
+from farflung.outer.setup import Setup
 from farflung.subnets.assembling import assemble, scale_best, scale_branches
 from farflung.subnets.loop import SubnetLoop
 from farflung.subnets.units import KINDS, Pool

@@ -23,7 +23,7 @@ from farflung.outer import Outcome, OuterLoop
 from farflung.outer.exchange import Exchange
 from farflung.outer.outcomes import Result
 from farflung.outer.round import PendingRound, Sync
-from farflung.outer.session import Setup
+from farflung.outer.setup import Setup
 from farflung.subnets.assembling import assemble
 from farflung.subnets.holdings import Holdings, first_holdings
 from farflung.subnets.parts import Parts

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from farflung.cells import Cell, layers_of
 from farflung.errors import UserError
-from farflung.outer.elastic import OF, OTHER_SHAPES
 from farflung.outer.fragments import ANCHOR
+from farflung.outer.shared import OF, OTHER_SHAPES
 
 
 def given(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,15 +10,17 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from farflung.errors import UserError, counted, disk_errors
 from farflung.events import EndEvent, EvaluationEvent, Event, RoundEvent, WarningEvent, events_in, line_of
 from farflung.files import lock_holders
 from farflung.outer import Round
+from farflung.pipeline import Island
 from farflung.training.terminal import WATCHED_BY, say
 
 MOST_WAITING = 1 << 14
@@ -137,6 +139,17 @@ class EventLog:
         """Writes what still waits, where there is room, and lets go of the file."""
         self._write_waiting()
         self._file.close()
+
+
+def event_log(
+    folder: Path, island: Island, clock: Callable[[], float], saved: Mapping[str, Any] | None, resumed: bool
+) -> EventLog:
+    """A process's log, called after its replica where it leads that; it goes on from a checkpoint that was saved."""
+    replica, stem = island.coordinates.replica, island.mesh.file_stem(island.coordinates)
+    if island.mesh.part(island.coordinates) == 0:
+        stem = f"replica-{replica}"
+    keep = saved["events_size"] if saved else 0 if resumed else None
+    return EventLog(folder, replica, stem, clock, keep, saved["elapsed"] if saved else 0.0)
 
 
 @functools.cache

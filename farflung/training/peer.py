@@ -8,7 +8,6 @@ import functools
 import hashlib
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from farflung.training.finish import finish, write_results
 from farflung.training.gathering import gather_at_the_end
 from farflung.training.limits import check_clock, check_folder, check_observer
 from farflung.training.onlooker import in_folder, internet, looking_on, parts_for, seen, ticket_in
+from farflung.training.own_ticket import own_identity, ticket_kept, with_newer_addresses
 from farflung.training.stopping import Stop
 from farflung.training.terminal import BEGIN_WITH, say
 from farflung.training.trainer import Trainer
@@ -41,12 +41,8 @@ from farflung.training.trainer import Trainer
 if TYPE_CHECKING:
     from farflung.networks import Network, TorchNetwork
     from farflung.networks.internet import DoorNetwork, InternetNetwork, Peers
-    from farflung.networks.peers.identity import Identity
     from farflung.outer import Session
     from farflung.training.onlooker import OpenNetwork
-
-TICKET_SECONDS = 10.0
-"""How often a peer brings the ticket in its run folder up to date."""
 
 LAST_PORT = 65535
 
@@ -165,7 +161,7 @@ def run_peer(
         launch.use_cores_of(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         network.expect_model(*model_of(settings))
         if joining:
-            leaving.enter_context(_ticket_kept(joining, folder / "run.ticket"))
+            leaving.enter_context(ticket_kept(joining, folder / "run.ticket"))
         coordination = island.coordination(near, settings.figure)
         with launch.stopping_on_signals(coordination.stop):
             device = launch.pick_device(settings.run.device, launch.local_rank())
@@ -255,8 +251,8 @@ def _joining(
 ) -> OpenNetwork:
     """Joins the run. Raises UserError."""
     folder = Path(settings.run.out)
-    ticket = _with_newer_addresses(ticket, folder / "run.ticket")
-    identity = _own_identity(ticket, folder, launch.is_begun(folder))
+    ticket = with_newer_addresses(ticket, folder / "run.ticket")
+    identity = own_identity(ticket, folder, launch.is_begun(folder))
     if ticket.folder:
         meeting = in_folder(ticket, identity.path, settings.network.deadline, tell, name, near)
         if not first:
@@ -318,9 +314,8 @@ def _away(network: OpenNetwork, settings: Settings, step: int | None) -> bool:
     if settings.run.observe or not method.schedule.every:
         return False  # without rounds there are no anchors; steps taken together are led to the weights that it missed
     if behind is None and settings.island.swarm:
-        behind = seats.furthest(cast("InternetNetwork", network)) - (
-            step or 0
-        )  # whose stage has nobody else; others keep copies of its state
+        # Nobody else has its stage; others keep copies of its state.
+        behind = seats.furthest(cast("InternetNetwork", network)) - (step or 0)
     away = bool(behind and (step is None or behind > method.schedule.every))
     if away:
         network.prefetch(method.topology.identical)  # while the rest is being prepared
@@ -336,19 +331,6 @@ def _begin_together(network: OpenNetwork, step: int, stop: Stop, deadline_s: flo
     ends = time.monotonic() + deadline_s
     while len(network.members()) < replicas and time.monotonic() < ends and not stop.requested:
         time.sleep(0.1)
-
-
-def _own_identity(ticket: Ticket, folder: Path, resumed: bool) -> Identity:
-    """The key in a peer's run folder. Raises UserError where none can be, or another's run is."""
-    key = folder / "peer.key"
-    if not resumed or key.exists():
-        try:
-            identity: Identity = parts_for(ticket).Identity(key)
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
-        if not resumed or (folder / "events" / f"replica-{identity.rank}.jsonl").exists():
-            return identity
-    raise UserError(f"{folder} holds another peer's run; choose another folder with --out")
 
 
 def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
@@ -371,39 +353,3 @@ def model_of(settings: Settings) -> tuple[str, int]:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
     values = sum(parameter.numel() for parameter in trained.values())
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16], values
-
-
-def _with_newer_addresses(ticket: Ticket, kept: Path) -> Ticket:
-    """The ticket, which also leads to those whom this peer knew last time."""
-    if not kept.exists():
-        return ticket
-    known = ticket_in(kept)
-    if known.secret != ticket.secret:
-        raise UserError(f"{kept.parent} holds another run ({known.name}); choose another folder with --out")
-    return ticket.at(tuple(dict.fromkeys((*ticket.addresses, *known.addresses))))
-
-
-@contextlib.contextmanager
-def _ticket_kept(network: OpenNetwork, path: Path) -> Iterator[None]:
-    """Keeps a ticket in the run folder that leads to the peers that are there now, for whoever is invited next."""
-    over, written = threading.Event(), None
-
-    def keep() -> None:
-        nonlocal written
-        if (ticket := network.invitation()) != written:
-            with contextlib.suppress(OSError):  # a full disk spoils no training
-                ticket.write(path)
-                written = ticket
-
-    def go_on() -> None:
-        while not over.wait(TICKET_SECONDS):
-            keep()
-
-    keep()  # before the first step: whoever is killed in it comes back
-    thread = threading.Thread(target=go_on, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(5)

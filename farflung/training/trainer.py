@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from farflung.errors import LostDataError, UserError
 from farflung.hooks.trained import trainable
@@ -26,7 +27,7 @@ from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.core import holders_of
 from farflung.training.dealt_tables import DealtTables
-from farflung.training.events import EventLog, scores
+from farflung.training.events import event_log, scores
 from farflung.training.fitting import fitting
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
@@ -78,17 +79,7 @@ class Trainer:
         mesh, coordinates = self.island.mesh, self.island.coordinates
         self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
         self.file_stem = mesh.file_stem(coordinates)
-        self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
-        self.lr = settings.inner.lr or self.method.inner.lr
-        inner, decay = dataclasses.replace(self.method.inner, lr=self.lr), settings.inner.weight_decay
-        make = partial(inner.make, lr=self.lr, weight_decay=decay)
-        self.dealt = DealtTables.of(self.workload, self.model, self.network, settings.network.deadline)
-        self.averaged = self.dealt.rest if self.dealt else self.model
-        held = set(self.averaged.parameters())
-        self.optimizer = make((name, one) for name, one in trainable(self.model).items() if one in held)
-        self.island.steps_with(self.optimizer)
-        if self.dealt:
-            self.dealt.step_after(self.optimizer, inner, decay)
+        make = self._make_optimizer()
         place = mesh.first + self.process  # dropout differs between processes
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
@@ -101,7 +92,7 @@ class Trainer:
         self._saved = self._load(resume_step)
         if self._saved and network.timed:
             network.timed.resume(self._saved["clock"])
-        events = self._event_log(network, resume_step)
+        events = event_log(folder, self.island, network.now, self._saved, resume_step is not None)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress, self.averaged)
         plan = folder / "memory" / f"{self.file_stem}.json"
         self._compute = fitting(self.island, self.optimizer, make, plan, self.log)
@@ -115,6 +106,22 @@ class Trainer:
         alone = not (settings.island.divided or network.timed or self.dealt)
         writes = first and alone and device.type in ("cpu", "cuda")
         self.writing = Writing(self.island, settings.run.text_share if writes else 0.0)
+
+    def _make_optimizer(self) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+        """Makes the inner optimizer, and that of dealt tables; what makes another one like it."""
+        settings = self.settings
+        self.method = dataclasses.replace(settings.method(), needs_inner=None)  # of which launch.prepare has told
+        self.lr = settings.inner.lr or self.method.inner.lr
+        inner, decay = dataclasses.replace(self.method.inner, lr=self.lr), settings.inner.weight_decay
+        make = partial(inner.make, lr=self.lr, weight_decay=decay)
+        self.dealt = DealtTables.of(self.workload, self.model, self.network, settings.network.deadline)
+        self.averaged = self.dealt.rest if self.dealt else self.model
+        held = set(self.averaged.parameters())
+        self.optimizer = make((name, one) for name, one in trainable(self.model).items() if one in held)
+        self.island.steps_with(self.optimizer)
+        if self.dealt:
+            self.dealt.step_after(self.optimizer, inner, decay)
+        return make
 
     @property
     def step(self) -> int:
@@ -307,19 +314,6 @@ class Trainer:
         """Removes old checkpoints but the best, once all are known to have as many newer ones as are to be kept."""
         oldest, best = self.kept.needed(self.process, self.settings.run.keep_checkpoints)
         checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest, best=best)
-
-    def _event_log(self, network: Network, resume_step: int | None) -> EventLog:
-        """Its file is called after the replica where this process leads it."""
-        saved, leads = self._saved, self.island.mesh.part(self.island.coordinates) == 0
-        replica = self.island.coordinates.replica
-        return EventLog(
-            self.folder,
-            replica,
-            f"replica-{replica}" if leads else self.file_stem,
-            network.now,
-            keep=saved["events_size"] if saved else None if resume_step is None else 0,
-            elapsed_s=saved["elapsed"] if saved else 0.0,
-        )
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
         """The checkpoint that the run resumes from; tells the others which ones are there."""
