@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from problem import replica
 from torch import Tensor, nn
 
 from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Method, MomentumSchedule, Schedule
+from farflung.outer import DisagreementError, Method, MomentumSchedule, Schedule
 from farflung.settings import Settings
 
 
@@ -67,3 +69,13 @@ def test_what_has_no_momentum_is_told_to_leave_it_out() -> None:
     method.attach(model, optimizer, SimulatedNetwork.alone())
     with pytest.raises(UserError, match="Adam has none; leave that out"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("part", [{"momentum": MomentumSchedule(0.5, warmup=3)}, {"fuse": "rda"}])
+def test_replicas_of_unlike_parts_are_told_before_they_train(part: dict[str, Any]) -> None:
+    def work(network: SimulatedNetwork) -> None:
+        method = replace(methods.diloco(every=2), **part) if network.rank else methods.diloco(every=2)
+        replica(lambda: method, 2)(network)
+
+    with pytest.raises(DisagreementError, match=r"outer optimizer|way of averaging"):
+        Simulation(2).run(work)

@@ -319,7 +319,7 @@ class Session:
         settings = {name: value for name, value in group.items() if name != "params"}
         choices = self.choices()
         del choices["inner optimizers"]  # each may have its own
-        choices["outer optimizer"] += f" {described(settings)}"
+        choices["outer optimizer"] += f" {described(settings)}" + (f" {told}" if (told := self.method.momentum) else "")
         return [Fact(what, (told,), SETTING) for what, told in choices.items()]
 
     def choices(self) -> dict[str, str]:
@@ -331,8 +331,7 @@ class Session:
             "codec": method.codec,
             "merge": method.merge,
             "adaptation": method.adapt,
-            "way of averaging": method.averaging,
-            "fuse": method.fuse,
+            "way of averaging": method.averaging if method.fuse == "mean" else f"{method.averaging}, {method.fuse}",
             "outer optimizer": type(self.outer).__name__,
             "holders": self.holders,
             "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
