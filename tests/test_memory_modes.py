@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,3 +143,23 @@ def test_what_is_near_keeps_to_its_limit() -> None:
     assert found["move", 2] < 3 < 6 < found["keep", 0], found
     assert found["recompute", 0] < 3, found
     assert found["move", 8] <= found["keep", 0] + 1, found
+
+
+def test_passes_may_lie_in_each_other() -> None:
+    """As a pipeline's do; and one may never come back."""
+    model, far = model_of("llama"), Counting()
+    batches = [torch.randint(2, 256, (2, 64), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        losses = [models.sequence_loss(model, tokens, tokens, None) for tokens in batches]
+        for loss in (losses[0], losses[2], losses[1]):
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    kept = gradients()
+    for prefetch in (0, 200_000, 10**9):
+        applied(model, ["move", "recompute-moved", "keep", "move"], far, prefetch)
+        assert all(map(torch.equal, gradients(), kept))
+        gc.collect()
+        assert far.slots == 0

@@ -44,7 +44,7 @@ class Saved(saved_tensors_hooks):
         if key not in self._seen:
             self._seen.add(key)
             self.bytes += tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # a node that holds its own output would never go
 
 
 class Held(TorchDispatchMode):

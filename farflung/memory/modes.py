@@ -163,7 +163,7 @@ class Mover:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in stays or storage.nbytes() < SMALLEST or tensor.layout is not torch.strided:
-            return tensor
+            return tensor.detach()  # a node that holds its own output would never go
         if key not in seen:  # which keeps them until the layer's forward pass is over, so that none is moved twice
             seen[key] = Stored(self._copies, storage, call)
             call.stored.append(weakref.ref(seen[key]))
