@@ -20,13 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience, until
 from problem import flat, inner_steps, small_model
+from processes import HERE, SMALL, run_here
+from warm import Python
 
 from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.base import Traffic, mean_in_order
-from farflung.networks.folder import FolderNetwork
+from farflung.networks.folder import FolderNetwork, Identity
 from farflung.networks.folder.meetings import HEAVIEST, Guest, direct, grouped, party_of
+from farflung.networks.folder.sealing import Kind, Seals
 from farflung.networks.folder.store import Store
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
 from farflung.outer import Round
@@ -323,3 +326,51 @@ def test_a_ticket_leads_to_a_folder_or_says_what_is_wrong(tmp_path: Path) -> Non
 def test_what_a_folder_needs_does_not_import_hivemind() -> None:
     code = "import sys, farflung.networks.folder, farflung.training.peer; sys.exit('hivemind' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_killed_comes_back_and_nothing_is_left_but_the_last_state(tmp_path: Path) -> None:
+    ticket = Ticket.new("test", {}).at(((tmp_path / "store").as_uri(),))
+    ticket.write(tmp_path / "run.ticket")
+
+    def outcomes(name: str) -> list[str]:
+        path = tmp_path / f"{name}.txt"
+        return path.read_text().split("\n") if path.exists() else []
+
+    def start(name: str) -> Python:
+        own = (tmp_path / "run.ticket", tmp_path / f"{name}.key", 400, tmp_path / f"{name}.txt")
+        return Python(HERE / "folder_peer.py", *own)
+
+    processes = {name: start(name) for name in ("one", "two")}
+    try:
+        until(lambda: "averaged" in outcomes("two"), 60)
+        processes["two"].kill()
+        processes["two"].wait()
+        before = {name: len(outcomes(name)) for name in processes}
+        processes["two"] = start("two")
+        until(lambda: all("averaged" in outcomes(name)[before[name] :] for name in processes), 60)
+        for process in processes.values():
+            _, errors = process.communicate(timeout=patience(100))
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes.values():
+            process.kill()
+    seals = Seals(ticket.secret, Identity(tmp_path / "one.key"))
+    left = [seals.note(path.name)[0].kind for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert left.count(Kind.STATE) in (1, 2) and set(left) == {Kind.STATE, Kind.PIECE}
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_invite_and_goes_on_the_next_day_from_the_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ("--at", (tmp_path / "store").as_uri(), "--ticket", "run.ticket", "--name", "test", "--every", "4")
+    assert run_here(monkeypatch, tmp_path, "invite", *at, "--train", "--out", "one", *SMALL, "--steps", "20") == 0
+    assert run_here(monkeypatch, tmp_path, "status", "run.ticket", "--once") == 0
+    assert "nobody trains now" in capsys.readouterr().out
+    assert run_here(monkeypatch, tmp_path, "doctor", "run.ticket") == 0
+    assert run_here(monkeypatch, tmp_path, "join", "run.ticket", "--out", "two") == 0
+    events = next((tmp_path / "two" / "events").glob("*.jsonl")).read_text()
+    assert '"joined"' in events and '"finished"' in events
+    assert run_here(monkeypatch, tmp_path, "invite", *at, "--swarm", "--stages", "2", *SMALL, "--batch-size", "4") != 0
+    assert "peers in a folder do not" in capsys.readouterr().err

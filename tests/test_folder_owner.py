@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +13,10 @@ import pytest
 from folder_seats import Seats, mean_of, seats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import patience
 
 from farflung.networks.folder import FolderNetwork, Identity
 from farflung.networks.folder.notes import Written
 from farflung.networks.folder.sealing import LONGEST_NAME, Kind, Note, SealError, Seals, check_note, check_told
-from farflung.networks.peers.ticket import read_ticket
 
 SECRET = "5" * 64
 TOLD = b"weights that are nobody else's business"
@@ -196,40 +192,3 @@ def test_what_the_owner_does_is_counted_and_the_run_goes_on(
         assert set(reader.refused) == ({counted} if counted else set())
         assert [mean.tolist() for mean in mean_of(run.open, "round 1 of 0", 3)] == [[0.5] * 3] * 2
         assert sum(reader.refused.values()) == bool(counted)
-
-
-@pytest.mark.slow
-def test_a_peer_that_is_killed_comes_back_and_nothing_is_left_but_the_last_state(tmp_path: Path) -> None:
-    store, ticket = tmp_path / "store", tmp_path / "run.ticket"
-    small = ["--model", "micro", "--sequence-length", "16", "--batch-size", "2", "--eval-every", "1000"]
-    length = ["--steps", "150", "--every", "10", "--checkpoint-every", "20", "--log-every", "10"]
-
-    def command(*arguments: str) -> list[str]:
-        return [sys.executable, "-m", "farflung", *arguments]
-
-    def join(name: str, *more: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / f"{name}.log").open("ab")
-        return subprocess.Popen(
-            command("join", str(ticket), "--out", str(tmp_path / name), *more), stdout=log, stderr=log
-        )
-
-    at = ["--at", store.as_uri(), "--ticket", str(ticket), "--name", "test"]
-    subprocess.run(command("invite", *at, *small, *length), check=True, timeout=patience(60))
-    one, two = join("one", "--first"), join("two")
-    try:
-        ends = time.monotonic() + patience(60)
-        while not list((tmp_path / "two").glob("checkpoints/step-*")) and time.monotonic() < ends:
-            time.sleep(0.1)
-        two.kill()
-        two.wait()
-        two = join("two")
-        for process in (one, two):
-            assert process.wait(patience(120)) == 0, [path.read_text() for path in tmp_path.glob("*.log")]
-    finally:
-        for process in (one, two):
-            process.kill()
-    assert all(list((tmp_path / name).glob("checkpoints/step-000150/*.pt")) for name in ("one", "two"))
-    assert "averaged" in "".join(path.read_text() for path in (tmp_path / "two").glob("events/*.jsonl"))
-    seals = Seals(read_ticket(ticket).secret, Identity(tmp_path / "one" / "peer.key"))
-    left = [seals.note(path.name)[0].kind for path in files(store)]
-    assert left.count(Kind.STATE) in (1, 2) and set(left) == {Kind.STATE, Kind.PIECE}

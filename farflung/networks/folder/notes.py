@@ -19,7 +19,7 @@ from farflung.networks.folder.sealing import (
     check_note,
     check_told,
 )
-from farflung.networks.folder.store import Store
+from farflung.networks.folder.store import BESIDE, Store
 from farflung.networks.peers.guard import Guard
 
 REMEMBERED = 1 << 16
@@ -41,7 +41,10 @@ class Written:
 
 @dataclass
 class Listing:
-    """What was there, when a listing was asked for; `fixed` are the names that all know beforehand."""
+    """What was there, when a listing was asked for.
+
+    In `fixed` are the names that tell nothing: those that all know beforehand, and those of files that are not whole.
+    """
 
     at: float = float("-inf")
     written: list[Written] = field(default_factory=list)
@@ -155,7 +158,7 @@ class Notes:
             self._remember(name, now)
 
     def fixed_since(self, moment: float) -> list[str]:
-        """The names that all know beforehand whose objects were seen before a moment."""
+        """The names that tell nothing of objects that were seen before a moment."""
         return [name for name, since in self._fixed.items() if since < moment]
 
     def _sealed(self, name: str, parts: Sequence[bytes | memoryview]) -> bytes:
@@ -181,7 +184,7 @@ class Notes:
     def _take(self, names: dict[str, int], began: float) -> None:
         written, fixed = list[Written](), set[str]()
         for name, size in names.items():
-            if name.startswith(FIXED):
+            if name.startswith((FIXED, BESIDE)):
                 fixed.add(name)
             elif (one := self._known_as(name, size)) is not None:
                 written.append(one)

@@ -81,7 +81,7 @@ class Store:
         except FileNotFoundError:
             return {}
         named = ((str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found if one["type"] == "file")
-        return {name: int(one["size"] or 0) for name, one in named if name and not name.startswith(BESIDE)}
+        return {name: int(one["size"] or 0) for name, one in named if name}
 
     def get(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """An object's content, or a part of it. Raises FileNotFoundError and StoreAwayError."""
@@ -119,7 +119,10 @@ class Store:
                 self._files.rm_file(beside)
 
     def _replace(self, beside: str, path: str) -> None:
-        self._files.mv(beside, path)
+        try:
+            self._files.mv(beside, path)
+        except FileNotFoundError as error:  # somebody took it for what one that was killed has left
+            raise OSError(f"{beside} has gone before it was in its place") from error
 
     def _link(self, beside: str, path: str) -> None:
         """Puts a file in its place unless there is one. Raises FileExistsError."""
