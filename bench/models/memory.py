@@ -2,8 +2,8 @@
 Published ratios are arXiv 2008.11421's and 2503.01890's, quoted second-hand, on models and machines of which only the
 size is known. So the first tables stand for KARMA's comparison: 16 alike layers of width 4096 and 8192 tokens on three
 devices. The other stands for AutoHete's: its two models on a device of 40 GB, with tokens for each model and one rate
-of the host that were chosen so that its rows come out together. "Noted" is what an earlier simulator of the same kind
-gave. Takes a minute.
+of the host that nobody has published: these three were fitted to its six rows, so that they say less than the first
+tables do. "Noted" is what an earlier simulator of the same kind gave. Takes a minute.
 """
 
 from __future__ import annotations
