@@ -26,6 +26,8 @@ REMEMBERED = 1 << 16
 """Names that have gone, to know them again."""
 UNKNOWN = 4096
 """Names that nobody of the run has written, which are counted but once."""
+AT_ONCE = 1 << 20
+"""Bytes of an object that is read as a whole, though but a part of it is wanted."""
 HEADER = 8
 """Bytes of a part's length, before the parts of a content that has several."""
 
@@ -117,10 +119,12 @@ class Notes:
         if part is None or count < 2:
             return self.opened(peer, name, 0, self.store.get(name))
         table_bytes = HEADER * count + OVERHEAD
-        table = self.opened(peer, name, 0, self.store.get(name, 0, table_bytes))
+        whole = self.store.get(name) if written.note.size <= AT_ONCE else None  # or in two requests
+        table = self.opened(peer, name, 0, whole[:table_bytes] if whole else self.store.get(name, 0, table_bytes))
         sizes = [int.from_bytes(table[at : at + HEADER]) + OVERHEAD for at in range(0, len(table), HEADER)]
         begin = table_bytes + sum(sizes[:part])
-        return self.opened(peer, name, part + 1, self.store.get(name, begin, begin + sizes[part]))
+        end = begin + sizes[part]
+        return self.opened(peer, name, part + 1, whole[begin:end] if whole else self.store.get(name, begin, end))
 
     def opened(self, peer: str, name: str, part: int, content: bytes) -> memoryview:
         """What a part of an object says, if a peer has signed it; else counts why not. Raises SealError."""
@@ -156,6 +160,11 @@ class Notes:
             self._leaving.pop(name, None)
             self.missing.discard(name)
             self._remember(name, now)
+
+    @property
+    def own_fixed(self) -> list[str]:
+        """Own objects whose names tell nothing."""
+        return [name for name in list(self._mine) if name.startswith(FIXED)]
 
     def fixed_since(self, moment: float) -> list[str]:
         """The names that tell nothing of objects that were seen before a moment."""

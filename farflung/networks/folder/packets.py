@@ -31,6 +31,8 @@ ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 ROUND: ContextVar[bytes] = ContextVar("round", default=b"")
 """The subject of the round at which this thread exchanges packets."""
+SMALL = 1 << 19
+"""Bytes of a tensor that each of several members averages by itself."""
 PAUSE_SHARE, LONGEST_PAUSE = 0.15, 2.0
 """A pause between two looks for packets, as a part of the time since this peer has begun to write; seconds at most."""
 
@@ -82,9 +84,9 @@ class PacketExchanges(RealNetwork):
         return self.begin(group, lambda transfer: self._combined(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
-        """See Network. Each of several members averages one part; of two each averages all, which takes half as long.
+        """See Network. Each of several members averages one part; of two, or of little, each averages all.
 
-        A store is asked twice for each way there and back.
+        That is half as many requests: parts go up and down, and so do their means.
         """
         if group == (self.rank,):
             return Finished(tensor, self.now())
@@ -99,7 +101,8 @@ class PacketExchanges(RealNetwork):
             flat.copy_(mean_in_order(values))
             return tensor
 
-        return self.begin(group, whole if len(group) == 2 else lambda transfer: self._parts(tensor, transfer, key))
+        at_once = len(group) == 2 or tensor.nbytes <= SMALL
+        return self.begin(group, whole if at_once else lambda transfer: self._parts(tensor, transfer, key))
 
     def _parts(self, tensor: Tensor, transfer: Transfer[Tensor], key: str) -> Tensor:
         group = transfer.group

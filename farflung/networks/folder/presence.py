@@ -124,13 +124,18 @@ class Presence:
             pool.shutdown(wait=False, cancel_futures=True)
         try:
             if self.info["listed"]:
-                listing = self.look(time.monotonic())
-                alone = not any(member.alive for member in self.members.all())
-                theirs = [one for one in listing.written if alone or one.note.rank == self.identity.rank]
-                self.notes.leave(*(one.name for one in theirs if not stays(one)), *(listing.fixed if alone else ()))
-                self.notes.sweep()
+                self._remove(lambda one: one.note.rank == self.identity.rank and not stays(one), self.notes.own_fixed)
+                fixed = self.look(time.monotonic()).fixed
+                if not any(member.alive for member in self.members.all()):
+                    self._remove(lambda one: not stays(one), fixed)
         except StoreAwayError as error:
             self.tell(f"{error}; what this peer has written there is removed by the others in time")
+
+    def _remove(self, which: Callable[[Written], bool], fixed: Iterable[str]) -> None:
+        """Removes objects now. Raises StoreAwayError."""
+        there = self.look(time.monotonic()).written
+        self.notes.leave(*(one.name for one in there if which(one)), *fixed)
+        self.notes.sweep()
 
     def check(self) -> None:
         """Raises UserError when this peer cannot stay in the run."""
