@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.files import write_text
+from farflung.hooks.shards import own_of
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, home_in, pinned_home
-from farflung.memory.measure import bytes_of, tensors_in
+from farflung.memory.measure import bytes_of, in_use, tensors_in
 from farflung.memory.moments import FarMoments
 from farflung.memory.plan import LayerPlan, Mode, Plan, Profile, State, from_json, to_json
 from farflung.memory.profile import Model, profiled
@@ -104,13 +105,9 @@ class Fitted:
 
     def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
         """Measures the model, and plans a step. Raises UserError where the memory is too little."""
-        profile = profiled(self._model, self._copies, passes)
-        states = [
-            value for value in tensors_in([*self._optimizer.state.values()]) if value.device == self._model.device
-        ]
-        profile = replace(
-            profile, fixed_bytes=max(profile.fixed_bytes - bytes_of(states), 0)
-        )  # layers' costs have them
+        device, state = self._model.device, tensors_in([*self._optimizer.state.values()])
+        own = [value for value in (*map(own_of, self._model.whole.parameters()), *state) if value.device == device]
+        profile = profiled(self._model, self._copies, passes, max(in_use(device) - bytes_of(own), 0))
         allowed, places = self._choices
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
         return Record(memory, cap, passes, self._folder, plan, profile)
