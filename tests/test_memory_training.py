@@ -151,7 +151,7 @@ def test_where_memory_is_limited_it_trains_with_the_same_losses(tmp_path: Path) 
         "num_attention_heads": 4,
         "vocab_size": 640,
     }
-    LlamaConfig(**sizes, vocab_size=640).save_pretrained(tmp_path / "deep")
+    LlamaConfig(**sizes).save_pretrained(tmp_path / "deep")
     usual = ["train", *ALONE, "--model", str(tmp_path / "deep"), "--steps", "2", "--log-every", "1"]
     usual += ["--sequence-length", "128", "--batch-size", "64", "--inner", "adamw"]
     run_together(1, HERE / "limited.py", 0, *usual, "--out", tmp_path / "kept")
