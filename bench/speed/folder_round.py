@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -63,20 +63,21 @@ def groups(networks: list[FolderNetwork], pairs: bool, number: int) -> dict[int,
     return {rank: tuple(sorted(part)) for part in parts for rank in part}
 
 
-def round_of(networks: list[FolderNetwork], pairs: bool, number: int, values: int) -> float:
-    """The seconds that a round of all takes."""
+def round_of(networks: list[FolderNetwork], pairs: bool, number: int, values: int) -> tuple[float, float]:
+    """The seconds that a round of all takes, and the share that met somebody."""
     wanted, key, began = groups(networks, pairs, number), f"{number} of {pairs}", time.monotonic()
 
-    def meet(network: FolderNetwork) -> Pending[int]:
-        def averaged(party: Party) -> int:
-            network.all_reduce(torch.ones(values), party.group, f"{key}, mean").wait(DEADLINE)
-            return len(party.group)
+    def meet(network: FolderNetwork) -> Pending[bool]:
+        def averaged(party: Party) -> bool:
+            if party.group:
+                network.all_reduce(torch.ones(values), party.group, f"{key}, mean").wait(DEADLINE)
+            return bool(party.group)
 
         return network.meet(wanted[network.rank], key, number, 1.0, "", averaged)
 
     pending = [meet(network) for network in networks]
-    assert all(one.wait(DEADLINE) > 1 for one in pending)
-    return time.monotonic() - began
+    met = sum(one.wait(DEADLINE) for one in pending)
+    return time.monotonic() - began, met / len(networks)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -86,16 +87,17 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             with tempfile.TemporaryDirectory() as scratch:
                 networks = begun(options.at or (Path(scratch) / "store").as_uri(), Path(scratch), count)
                 try:
-                    seconds = [round_of(networks, pairs, 0, options.values)]
+                    told = [round_of(networks, pairs, 0, options.values)]
                     before = sum(network.traffic.requests for network in networks)
                     for number in range(1, options.rounds + 1):
                         time.sleep(options.pause)
-                        seconds.append(round_of(networks, pairs, number, options.values))
+                        told.append(round_of(networks, pairs, number, options.values))
                     requests = sum(network.traffic.requests for network in networks) - before
                 finally:
                     for network in networks:
                         network.close()
                 who = "pairs" if pairs else "all"
-                rows.append((count, who, median(seconds[1:]), requests / count / options.rounds))
-    columns = {"peers": "d", "meet": "", "seconds": ".2f", "requests a peer and round": ".1f"}
+                seconds, met = zip(*told[1:], strict=True)
+                rows.append((count, who, mean(met), median(seconds), requests / count / options.rounds))
+    columns = {"peers": "d", "meet": "", "met": ".0%", "seconds": ".2f", "requests a peer and round": ".1f"}
     yield Table(columns, rows, f"{4e-6 * options.values:g} MB a message, median of {options.rounds} rounds")

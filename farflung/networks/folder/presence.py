@@ -43,6 +43,8 @@ AT_A_TIME = 64
 """Threads that wait for others."""
 READERS = 8
 """Objects that are read at a time."""
+STAYING = (Kind.STATE, Kind.PIECE)
+"""Objects that may be wanted when their writer has gone, and do not say that it is there."""
 LARGEST_CARD = 1 << 14
 MOST_FAULTS = 16
 
@@ -229,8 +231,8 @@ class Presence:
         now = time.time()
         for one in listing.written:
             note = one.note
-            if note.kind in (Kind.STATE, Kind.PIECE):
-                continue  # which may be wanted when all have gone
+            if note.kind in STAYING:
+                continue
             old = now - note.time > STALE_SECONDS and not self._is_current(note)
             if old or (note.rank == self.identity.rank and note.session != self.notes.session):
                 self.notes.leave(one.name)
@@ -243,7 +245,7 @@ class Presence:
         """Takes the newest of what each member says."""
         of_each: dict[tuple[int, int], list[Written]] = {}
         for one in written:
-            if time.time() - one.note.time < FRESH_SECONDS:
+            if one.note.kind not in STAYING and time.time() - one.note.time < FRESH_SECONDS:
                 of_each.setdefault((one.note.rank, one.note.session), []).append(one)
         for (rank, session), theirs in of_each.items():
             if rank == self.identity.rank:

@@ -15,7 +15,7 @@ from torch import Tensor
 from farflung.networks.base import PeerLostError, SharedState
 from farflung.networks.folder.meetings import turn
 from farflung.networks.folder.notes import Listing, Written
-from farflung.networks.folder.presence import Presence
+from farflung.networks.folder.presence import STAYING, Presence
 from farflung.networks.folder.sealing import OVERHEAD, SUBJECT, Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.believing import Believed, Signs, Source, by_majority, by_spread, largest_group, signs_for
@@ -32,7 +32,6 @@ KEPT_SECONDS = 1800.0
 ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
 """How long the first answer is waited for, and after it the others."""
 LOOK_SECONDS = 1.0
-STATES = (Kind.STATE, Kind.PIECE)
 AHEAD = 1000
 """Steps that a state may be ahead of the median step."""
 SHARED = b"the last state"
@@ -60,7 +59,7 @@ class FolderStates:
     def stays(self, written: Written) -> bool:
         """Whether an object is of a state that is kept for when all have gone."""
         own_before = written.note.rank == self._presence.identity.rank and written.name not in self._last
-        return written.note.kind in STATES and written.note.subject == self._last_subject and not own_before
+        return written.note.kind in STAYING and written.note.subject == self._last_subject and not own_before
 
     @property
     def due(self) -> bool:
@@ -257,7 +256,7 @@ class FolderStates:
         newest = max((one.note.time for one in kept), default=0.0)
         for one in listing.written:
             note = one.note
-            if note.kind not in STATES or self._presence.found(note.rank):
+            if note.kind not in STAYING or self._presence.found(note.rank):
                 continue
             last = note.subject == self._last_subject and newest - note.time <= KEPT_SECONDS
             old = note.rank != self._presence.identity.rank and time.time() - note.time > KEPT_SECONDS
