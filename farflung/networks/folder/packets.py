@@ -174,6 +174,7 @@ class PacketExchanges(RealNetwork):
         subject = self.peers.notes.seals.subject("packet", key, transfer.group)
         began = self.now()
         missing = {rank for rank in packets if rank not in transfer.lost}
+        suspects = set[int]()  # a listing may miss what is just being replaced: who is gone is so in two of them
         try:
             self._write(packets, transfer.group, subject)
             while missing:
@@ -181,9 +182,9 @@ class PacketExchanges(RealNetwork):
                 there = self.peers.of(listing.written, Kind.PACKET, subject)
                 self._read_all([there[rank] for rank in missing & there.keys()], transfer)
                 missing -= transfer.delivered.keys() | transfer.lost.keys()
-                gone = dict.fromkeys(self._gone(missing, listing), "it has gone, or has left the round")
-                transfer.lost |= gone
-                missing -= gone.keys()
+                gone, suspects = suspects.intersection(self._gone(missing, listing)), self._gone(missing, listing)
+                transfer.lost |= dict.fromkeys(gone, "it has gone, or has left the round")
+                missing -= gone
                 if self.now() - began > deadline_s:
                     transfer.lost |= dict.fromkeys(missing, f"it did not deliver within {deadline_s:g} s")
                     break
@@ -193,11 +194,11 @@ class PacketExchanges(RealNetwork):
             transfer.lost |= dict.fromkeys(missing, plain(str(error)))
         self._count(packets, transfer)
 
-    def _gone(self, missing: set[int], listing: Listing) -> list[int]:
+    def _gone(self, missing: set[int], listing: Listing) -> set[int]:
         """Those of some who will write no packet any more: who is at a round says so until it has all."""
         round = ROUND.get()
         at = self.peers.of(listing.written, Kind.HERE, round)
-        return [rank for rank in missing if self.peers.found(rank) is None or (round and rank not in at)]
+        return {rank for rank in missing if self.peers.found(rank) is None or (round and rank not in at)}
 
     def _write(self, packets: Packets, group: Group, subject: bytes) -> None:
         """Writes one object: a part for each receiver, in the group's order, or one for all."""

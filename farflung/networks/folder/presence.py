@@ -39,6 +39,8 @@ STALE_SECONDS = 3600.0
 """What is older, and was written by who is not there any more, is removed by whoever sees it."""
 CLOSED_SECONDS = 600.0
 """How long it is kept who met in a round whose members did not find each other by themselves."""
+ABSENT_SECONDS = 1.0
+"""How long nothing is there of one that has left: a listing may miss what is just being replaced."""
 AT_A_TIME = 64
 """Threads that wait for others."""
 READERS = 8
@@ -98,6 +100,8 @@ class Presence:
         """What those who are there say of themselves, by rank and session, and when it was read."""
         self._heard: dict[int, int] = {}
         """The number of each member's newest note."""
+        self._absent: dict[int, float] = {}
+        """Of whom nothing is there, and since when."""
         self._checked: dict[str, bool] = {}
         self._refused: set[tuple[int, int]] = set()
         self._beat: Written | None = None
@@ -127,9 +131,10 @@ class Presence:
         try:
             if self.info["listed"]:
                 self._remove(lambda one: one.note.rank == self.identity.rank and not stays(one), self.notes.own_fixed)
-                fixed = self.look(time.monotonic()).fixed
-                if not any(member.alive for member in self.members.all()):
-                    self._remove(lambda one: not stays(one), fixed)
+                listing = self.look(time.monotonic())
+                there = {one.note.rank for one in listing.written if one.note.kind not in STAYING}
+                if not any(member.alive and member.rank in there for member in self.members.all()):
+                    self._remove(lambda one: not stays(one), listing.fixed)
         except StoreAwayError as error:
             self.tell(f"{error}; what this peer has written there is removed by the others in time")
 
@@ -252,10 +257,12 @@ class Presence:
                 self._meet_oneself(session, theirs)
             elif (member := self._card(rank, session, theirs)) is not None:
                 self._heard_of(member, session, [one for one in theirs if self._is_theirs(member, one)])
-        there = {rank for rank, _ in of_each}
-        for member in self.members.all():
-            if member.rank not in there and member.alive:  # who leaves removes what it has written
-                self.members.failed(member.rank)
+        there, now = {rank for rank, _ in of_each}, time.monotonic()
+        absent = [member.rank for member in self.members.all() if member.alive and member.rank not in there]
+        self._absent = {rank: self._absent.get(rank, now) for rank in absent}
+        for rank, since in self._absent.items():
+            if now - since > ABSENT_SECONDS:  # who leaves removes what it has written
+                self.members.failed(rank)
 
     def _heard_of(self, card: Member, session: int, theirs: list[Written]) -> None:
         newest = max((one.note for one in theirs), key=lambda note: note.number, default=None)
