@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
 from farflung.networks.peers.identity import Identity
 from farflung.networks.peers.pace import Pace, Patience, counted_step
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
+from farflung.networks.peers.told import Told
 from farflung.networks.transfer import IN_BACKGROUND, Transfer
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ LAST_SECONDS = 15.0
 """How long a peer that leaves lets others read what it has written for a round."""
 
 
-class FolderNetwork(PacketExchanges):
+class FolderNetwork(PacketExchanges, Told):
     """A peer's seat in a run whose peers meet in a folder. Its rank is a number made of its key.
 
     Others are waited for at most `deadline` seconds. Where this is the first process of an island, `near` is the
@@ -175,25 +175,6 @@ class FolderNetwork(PacketExchanges):
         for rank in state.givers:
             self._states.refuse(rank)
             self.blame(rank, why)
-
-    def blame(self, rank: int, why: str) -> None:
-        """See ElasticNetwork."""
-        if member := self.peers.members.by_rank.get(rank):
-            self.peers.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
-
-    def tell_others(self, **facts: float) -> None:
-        """See ElasticNetwork."""
-        told = {**self.peers.info["facts"], **facts}
-        self.peers.info["facts"] = {name: fact for name, fact in told.items() if math.isfinite(fact)}
-
-    def others_told(self, fact: str) -> list[float]:
-        """See ElasticNetwork."""
-        return [member.facts[fact] for member in self.peers.members.training() if fact in member.facts]
-
-    def telling(self, fact: str) -> Group:
-        """See ElasticNetwork."""
-        own = (self.rank,) if fact in self.peers.info["facts"] else ()
-        return (*own, *(member.rank for member in self.peers.members.training() if fact in member.facts))
 
     def invitation(self) -> Ticket:
         """The run's ticket."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
 from farflung.networks.peers.identity import Identity
 from farflung.networks.peers.pace import Pace, Patience, counted_step
 from farflung.networks.peers.ticket import Ticket, read_ticket
+from farflung.networks.peers.told import Told
 from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ LONGEST_FETCH_SECONDS = 24 * 3600.0
 """A download that stalls ends much earlier."""
 
 
-class InternetNetwork(Exchanges):
+class InternetNetwork(Exchanges, Told):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
     No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds. What has come of
@@ -207,25 +207,6 @@ class InternetNetwork(Exchanges):
         for rank in state.givers:
             if member := self.peers.members.by_rank.get(rank):
                 self._states.refuse(member, "bad state", why)
-
-    def blame(self, rank: int, why: str) -> None:
-        """See ElasticNetwork."""
-        if member := self.peers.members.by_rank.get(rank):
-            self.peers.guard.strike(member.peer, "bad message", f"{member.described}: {why}")
-
-    def tell_others(self, **facts: float) -> None:
-        """See ElasticNetwork."""
-        told = {**self.peers.info["facts"], **facts}
-        self.peers.info["facts"] = {name: fact for name, fact in told.items() if math.isfinite(fact)}
-
-    def others_told(self, fact: str) -> list[float]:
-        """See ElasticNetwork."""
-        return [member.facts[fact] for member in self.peers.members.training() if fact in member.facts]
-
-    def telling(self, fact: str) -> Group:
-        """See ElasticNetwork."""
-        own = (self.rank,) if fact in self.peers.info["facts"] else ()
-        return (*own, *(member.rank for member in self.peers.members.training() if fact in member.facts))
 
     def invitation(self) -> Ticket:
         """The run's ticket as it is now: to this peer and the others that are there."""
