@@ -65,7 +65,7 @@ def test_a_setting_of_their_method_reaches_the_command_line(package: Path) -> No
 
 
 HOMES: dict[str, list[tuple[Any, str]]] = {
-    "methods": [(methods, "RECIPES")],
+    "methods": [(methods, "RECIPES"), (methods.recipes, "RECIPES"), (methods.settings, "RECIPES")],
     "codecs": [(codecs.registry, "CODECS")],
     "networks": [(networks.settings, "NETWORKS")],
     "workloads": [(settings, "WORKLOADS")],
@@ -86,10 +86,10 @@ def installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installs:
         (folder / "entry_points.txt").write_text(f"[farflung.{kind}]\n{entries}\n")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(__import__("sys").modules, package, raising=False)
+        old = getattr(*HOMES[kind][0])
+        anew = Registry(old.kind, {key: old[key] for key in old._rows}, old._check, old._renamed)
         for home, name in HOMES[kind]:
-            old = getattr(home, name)
-            rows = {key: old[key] for key in old._rows}
-            monkeypatch.setattr(home, name, Registry(old.kind, rows, old._check, old._renamed))
+            monkeypatch.setattr(home, name, anew)
 
     return install
 
