@@ -18,7 +18,7 @@ import torch
 
 from bench.lib.store import Store
 from bench.lib.table import Part, Table
-from farflung.networks import Group, Party, Pending
+from farflung.networks import Group, Party, PeerLostError, Pending
 from farflung.networks.folder import FolderNetwork, Identity, Presence, newcomer_info
 from farflung.networks.peers.ticket import Ticket
 
@@ -69,9 +69,13 @@ def round_of(networks: list[FolderNetwork], pairs: bool, number: int, values: in
 
     def meet(network: FolderNetwork) -> Pending[bool]:
         def averaged(party: Party) -> bool:
-            if party.group:
+            if not party.group:
+                return False
+            try:
                 network.all_reduce(torch.ones(values), party.group, f"{key}, mean").wait(DEADLINE)
-            return bool(party.group)
+            except PeerLostError:  # it left just when the other came
+                return False
+            return len(party.group) > 1
 
         return network.meet(wanted[network.rank], key, number, 1.0, "", averaged)
 
