@@ -21,6 +21,7 @@ ALLOWED: dict[str, dict[str, int]] = {
     "codec modulo4": {"Modulo._read": 10},
     "codec modulo4x2": {"Modulo._read": 10},
     "codec rows": {"Rows.forward.<locals>.<listcomp>": 4, "pack_numbers.<locals>.<listcomp>": 4, "unpack_numbers": 2},
+    "codec random0.5": {"Sampled.inverse": 2},
     "codec topk2": {"unpack_places": 4},
     "codec threshold1": {"Threshold._largest": 12, "Threshold.inverse": 4, "unpack_places": 2},  # sizes are unknown
 }

@@ -28,6 +28,14 @@ SETTINGS = [
 ]
 
 
+def _writes_to(pid: int) -> str:
+    """The stem of the file that a process writes its errors to; "" of one that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/fd/2").readlink().stem
+    except FileNotFoundError:
+        return ""
+
+
 class Launched:
     """A `farflung train --independent` in a folder, and what it has written."""
 
@@ -46,10 +54,7 @@ class Launched:
 
     def process(self, number: int) -> int:
         """The process of a replica; 0 while there is none."""
-        mine = [
-            pid for pid in processes_of(self.run) if Path(f"/proc/{pid}/fd/2").readlink().stem == f"replica-{number}"
-        ]
-        return mine[0] if mine else 0
+        return next((pid for pid in processes_of(self.run) if _writes_to(pid) == f"replica-{number}"), 0)
 
     def kill(self, number: int) -> None:
         os.kill(self.process(number), signal.SIGKILL)

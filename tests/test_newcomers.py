@@ -137,12 +137,15 @@ def test_invite_offers_no_settings_that_mean_nothing_there(
     ("arguments", "told"),
     [
         (["train", "--adapt"], "--adapt is given without a value; it must be True or False; see:"),
-        (["train", "--merge"], "--merge is given without a value; it must be kept or dropped or mixed or eager; see:"),
+        (["train", "--merge"], "--merge is given without a value; it must be kept or dropped or mixed or eager or"),
         (["train", "--seed"], "--seed is given without a value; it must be a whole number; see:"),
         (["train", "--lr"], "--lr is given without a value; it must be a number; see:"),
         (["train", "--data"], "--data is given without a value; see:"),
         (["train", "--resume", "x", "--pipeline-schedule"], "it must be 1f1b or gpipe or interleaved or zero-bubble"),
-        (["invite", "--name", "x", "--inner"], "--inner is given without a value; it must be adamw or muon or sign"),
+        (
+            ["invite", "--name", "x", "--inner"],
+            "--inner is given without a value; it must be adamw or muon or muloco or sign",
+        ),
         (["export", "a"], "export needs OUT; see: farflung export --help"),
     ],
 )
