@@ -40,6 +40,9 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--memory", "16 apples"], "memory is '16 apples'; give an amount such as 16GB"),
         (["--memory", "0GB"], "memory is '0GB'; give an amount"),
+        (["--memory", "101%"], "memory is '101%'; give an amount such as 16GB, a share of the device's up to 100%"),
+        (["--memory", f"{'9' * 400}GB"], "give an amount"),
+        (["--memory", "16 apples", "--dry-run"], "memory is '16 apples'; give an amount"),
         (["--far-folder", "far"], "add --memory auto, or leave it out"),
         (["--memory", "auto", "--recompute"], "memory is 'auto', which recompute cannot be planned with"),
         (["--memory", "auto", "--stages", "2"], "which stages, shards and islands cannot be planned with"),

@@ -17,10 +17,9 @@ def dry_run(settings: Settings) -> None:
     with working("checking settings and model"):
         from farflung.planner.outlook import outlook
         from farflung.training.cautions import cautions
-        from farflung.training.launch import pick_device
+        from farflung.training.launch import check_settings, pick_device
 
-        settings.network.simulated_conditions()
-        settings.made_workload().check()
+        check_settings(settings.changed(network="internet") if settings.network.independent else settings)
         rows = outlook(settings, pick_device(settings.run.device, 0))
     for line in cautions(settings):
         say(line)

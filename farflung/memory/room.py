@@ -25,7 +25,7 @@ def check_words(memory: str) -> None:
     """Raises UserError for what says no amount of memory."""
     if memory not in ("", "auto") and not _amount(memory):
         raise UserError(
-            f"memory is {memory!r}; give an amount such as 16GB, a share of the device's such as 40%, or auto"
+            f"memory is {memory!r}; give an amount such as 16GB, a share of the device's up to 100%, or auto"
         )
 
 
@@ -40,9 +40,10 @@ def cap_of(memory: str, device: torch.device, processes: int) -> int:
 
 def _amount(memory: str) -> tuple[float, str] | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?(%|[KMGT]B)", memory.strip().replace("iB", "B"), re.IGNORECASE)
-    if not found or not float(found[1]):
+    if not found:
         return None
-    return float(found[1]), found[2].upper()
+    number, unit = float(found[1]), found[2].upper()
+    return (number, unit) if 0 < number <= (100 if unit == "%" else UNLIMITED / UNITS[unit]) else None
 
 
 def total(device: torch.device) -> int:
