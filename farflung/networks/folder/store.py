@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -56,12 +57,16 @@ class Store:
 
     def begin(self) -> None:
         """Makes the folder where such a thing exists. Raises StoreAwayError."""
-        if self._renames:
+        if not self._renames:
+            return
+        try:
             self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreAwayError(f"{self.url} leads through a file: {_told(error)}") from error
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
-        self._asked(lambda: self._write(name, content, self._replace))
+        self._asked(lambda: self._write(name, content, self._files.mv))
         self.traffic.bytes_sent += len(content)
 
     def create(self, name: str, content: bytes) -> bool:
@@ -78,7 +83,9 @@ class Store:
         self._files.invalidate_cache()
         try:
             found = self._asked(lambda: self._files.ls(self._root, detail=True))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self._renames:  # where `begin` has made it
+                raise StoreAwayError(f"{self.url} is not there any more") from error
             return {}
         named = ((str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found if one["type"] == "file")
         return {name: int(one["size"] or 0) for name, one in named if name}
@@ -114,15 +121,12 @@ class Store:
         try:
             self._files.pipe_file(beside, content)
             place(beside, self._path(name))
-        finally:
-            if place is self._link:
+        except Exception as error:
+            with contextlib.suppress(OSError):  # on a full disk, even a part of it takes room
                 self._files.rm_file(beside)
-
-    def _replace(self, beside: str, path: str) -> None:
-        try:
-            self._files.mv(beside, path)
-        except FileNotFoundError as error:  # somebody took it for what one that was killed has left
-            raise OSError(f"{beside} has gone before it was in its place") from error
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):  # it may come back
+                raise OSError(f"{self._root}, or a file just written there, has gone") from error
+            raise
 
     def _link(self, beside: str, path: str) -> None:
         """Puts a file in its place unless there is one. Raises FileExistsError."""
@@ -134,6 +138,7 @@ class Store:
             if self._files.exists(path):
                 raise FileExistsError(path) from None
             self._files.cp_file(beside, path)
+        self._files.rm_file(beside)
 
     def _new(self, name: str, content: bytes) -> None:
         if self._creates:

@@ -1,0 +1,55 @@
+"""A folder of peers on a disk that fills up, and one that goes away and comes back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from folder_seats import mean_of, met, seats
+from patience import patience, until
+from processes import fill
+
+from farflung.errors import UserError
+from farflung.networks.base import Traffic
+from farflung.networks.folder.store import Store, StoreAwayError
+
+
+def test_on_a_full_disk_nothing_is_left_of_what_could_not_be_written(disk: Path) -> None:
+    store = Store(disk.as_uri(), 0.2, Traffic())
+    filler = fill(disk)
+    for write in (store.put, store.create):
+        with pytest.raises(StoreAwayError, match="No space left on device"):
+            write("large", bytes(1 << 22))
+    assert store.names() == {filler.name: filler.stat().st_size}
+
+
+def test_what_one_is_the_first_to_write_is_all_that_lies_there(tmp_path: Path) -> None:
+    store = Store(tmp_path.as_uri(), patience(5), Traffic())
+    assert store.create("a", b"1") and not store.create("a", b"22")
+    assert store.names() == {"a": 1}
+
+
+def test_a_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    with (
+        pytest.raises(UserError, match=r"leads through a file: .*; see that"),
+        seats((tmp_path / "file").as_uri(), tmp_path, 1),
+    ):
+        pass
+
+
+def test_while_the_folder_has_gone_peers_are_alone_and_then_meet_again(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with seats(folder.as_uri(), tmp_path, 2) as run:
+        for network in run.open:
+            network.peers.notes.store._patience_s = 0.2
+        where = next(folder.iterdir())
+        shutil.rmtree(folder)
+        parties = met(run.open, "round 1 of 0", lambda _, party: party)
+        assert [(party.group, party.alone) for party in parties] == [((), "away")] * 2
+        until(lambda: sum("has gone; this peer trains on alone" in line for line in run.told) == 2, patience(20))
+        where.mkdir(parents=True)
+        until(lambda: sum("is there again" in line for line in run.told) == 2, patience(40))
+        assert [mean.tolist() for mean in mean_of(run.open, "round 2 of 0", 2)] == [[0.5] * 2] * 2
+    assert len(run.told) == 4
