@@ -104,6 +104,26 @@ def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_plan_of_other_parts_of_a_step_or_of_another_device_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the samples at once save twice the bytes, so that a plan of fewer would not fit."""
+    plan, usual = tmp_path / "run/memory/replica-0.json", [*ALONE, "--inner", "adamw", "--checkpoint-every", "1"]
+
+    def kept() -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(plan.read_text()))
+
+    begun = ("--steps", "1", "--batch-size", "4", "--microbatches", "4", "--memory", "100%", "--out", "run")
+    assert run_here(monkeypatch, tmp_path, "train", *usual, *begun) == 0
+    assert (kept()["passes"], kept()["device"]) == (4, "cpu")
+    first = kept()["profile"]["layers"][0]["saved_bytes"]
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--steps", "2", "--microbatches", "1") == 0
+    assert kept()["passes"] == 1 and kept()["profile"]["layers"][0]["saved_bytes"] > 3 * first
+    plan.write_text(json.dumps(kept() | {"device": "cuda", "cap_bytes": 12345}))
+    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--steps", "3") == 0
+    assert kept()["device"] == "cpu" and kept()["cap_bytes"] > 12345
+
+
 def train(folder: Path, *arguments: str) -> None:
     run_together(1, "-m", "farflung", "train", *arguments, "--out", folder)
 

@@ -45,6 +45,7 @@ class Record:
         cap_bytes: what that is.
         passes: forward and backward passes in a step; the plan's seconds are of one.
         far: the folder in which what is far lies; "" for the host's memory.
+        device: the kind that it was measured on.
     """
 
     memory: str
@@ -53,6 +54,7 @@ class Record:
     far: str
     plan: Plan
     profile: Profile
+    device: str = ""
 
     @property
     def seconds(self) -> float:
@@ -110,7 +112,7 @@ class Fitted:
         profile = profiled(self._model, self._copies, passes, max(in_use(device) - bytes_of(own), 0))
         allowed, places = self._choices
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
-        return Record(memory, cap, passes, self._folder, plan, profile)
+        return Record(memory, cap, passes, self._folder, plan, profile, device.type)
 
     def smaller(self, record: Record, clip: bool) -> Record:
         """Another plan, with less memory than one for which there was no room. Raises UserError."""

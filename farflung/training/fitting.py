@@ -90,11 +90,13 @@ class _Fitting:
         model = Model(island.model, layers, loss, self._make, island.device)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder)
         kept = Record.read(self._path)
-        if kept and (kept.memory, kept.far) == (settings.memory, settings.far_folder):
+        passes = settings.microbatches or 1
+        own = (settings.memory, settings.far_folder, passes, island.device.type)
+        if kept and (kept.memory, kept.far, kept.passes, kept.device) == own:
             self._follow(kept)
             return
         cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, settings.microbatches or 1))
+        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, passes))
 
     def _follow(self, record: Record) -> None:
         """Carries a plan out, and tells of it."""
