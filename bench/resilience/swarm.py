@@ -100,7 +100,8 @@ def _killed(peers: PeerProcesses, stages: int, steps: int) -> dict[int, list[flo
     """Kills one after the other until the heads are near their last step; when, by their numbers."""
     chance, died = random.Random(0), dict[int, list[float]]()
     last = time.time()
-    while _furthest(peers) < 0.95 * steps:
+    heads = [peers[number] for number in range(0, len(peers), stages)]
+    while _furthest(heads) < 0.95 * steps:
         time.sleep(0.2)
         whole = [n for n in range(len(peers)) if peers[n].lives and _trains(peers[(n + stages) % (2 * stages)])]
         if time.time() - last < BETWEEN_S or not whole:
@@ -123,7 +124,7 @@ def _count(event: Event) -> int:
     return sum(len(one) - 2 for one in event.microbatches) if isinstance(event, LearntEvent) else 0
 
 
-def _furthest(peers: PeerProcesses) -> int:
+def _furthest(peers: Iterable[PeerProcess]) -> int:
     return max((event.step for peer in peers for event in peer.events(StepEvent)[-1:]), default=0)
 
 
