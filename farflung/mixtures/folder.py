@@ -58,9 +58,13 @@ class Split:
         """That in a folder. Raises UserError where there is none, or it is damaged or of another format."""
         table = _table(folder)
         try:
-            return cls(folder=folder, **{one.name: table[one.name] for one in fields(cls) if one.name in table})
+            found = cls(folder=folder, **{one.name: table[one.name] for one in fields(cls) if one.name in table})
+            parts = len(found.dealt), len(found.held_out)
         except TypeError as error:
             raise _damaged(folder, error) from error
+        if parts != (found.experts, found.experts):
+            raise _damaged(folder, f"it says experts {found.experts!r}, and what {min(parts)} have")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ def _table(folder: Path) -> dict[str, Any]:
     return table
 
 
-def _damaged(folder: Path, error: Exception) -> UserError:
+def _damaged(folder: Path, error: Exception | str) -> UserError:
     return UserError(f"{folder / MANIFEST} is damaged ({error}); split the data again")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from farflung.errors import UserError
@@ -27,6 +28,8 @@ BATCH = 64
 CLASSES, NOISES = 32, 16
 """Rows of a grid, at most: one for each class, or one for each noise where there is one class."""
 CPU = torch.device("cpu")
+UNREADABLE = (OSError, ValueError, AttributeError, TypeError, SafetensorError)
+"""What libraries raise where a folder holds no network, or a damaged one."""
 ONE_CLASS_ABOVE = 0.5
 """The share of noise above which all experts draw pictures that have no class: there, it may be of any part."""
 
@@ -99,7 +102,7 @@ def joined(split: PictureSplit, experts: Mapping[int, Path]) -> PictureMixture:
     form = split.whole(0).form
     parts = {number: loaded(folder, form) for number, folder in experts.items()}
     all_above = 1.0 if len(form.classes) > 1 else ONE_CLASS_ABOVE
-    return PictureMixture(_network(split.router), parts, 1, all_above).eval()
+    return PictureMixture(_router(split), parts, 1, all_above).eval()
 
 
 def join(split: PictureSplit, experts: Mapping[int, Path], target: Path) -> None:
@@ -150,7 +153,7 @@ def loaded(folder: Path, form: Form) -> Any:
         model = _network(folder)
         classes = json.loads((folder / exported.CLASSES).read_text("utf-8"))
         size = model.config.in_channels, *model.config.sample_size
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{folder} holds no network that draws; train that expert on its own part of the mixture, with "
             "farflung train --workload images"
@@ -162,6 +165,14 @@ def loaded(folder: Path, form: Form) -> Any:
             "of the mixture"
         )
     return model
+
+
+def _router(split: PictureSplit) -> Any:
+    """A mixture's router. Raises UserError where it is not there, or damaged."""
+    try:
+        return _network(split.router)
+    except UNREADABLE as error:
+        raise UserError(f"{split.router} holds no router that can be read; split the pictures again") from error
 
 
 def _network(folder: Path) -> Any:
