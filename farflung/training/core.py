@@ -60,7 +60,9 @@ def check_core(settings: Settings) -> None:
     if not given.core:
         for name, value in vars(given).items():
             if value != getattr(usual, name):
-                raise UserError(f"{name} is {value}, but the model has no core; add --core, such as --core lowrank16")
+                raise UserError(
+                    f"{name} is {value}, but the model has no core; leave it out, or begin a run with --core lowrank16"
+                )
         return
     method = settings.method()
     for what, why in {

@@ -73,7 +73,10 @@ class Images:
         found = self._source.read().split()
         if not all(len(part.labels) for part in found):
             count = counted(sum(len(part.labels) for part in found), "picture")
-            raise UserError(f"data {self.settings.data}: holds {count}, too few to hold one in twenty out; add some")
+            raise UserError(
+                f"data {self.settings.data}: holds {count}, too few to hold one in twenty out, where those that "
+                "are the same count once; add some"
+            )
         return found
 
     @property
