@@ -136,7 +136,13 @@ def test_tables_of_embeddings_have_the_plain_mean() -> None:
 
 
 def test_it_is_refused_where_there_are_no_pseudo_gradients() -> None:
-    for name, why in (("ddp", "there are none"), ("ist", "there are none"), ("eager-diloco", "eager takes")):
+    refused = {
+        "ddp": "there are none",
+        "ist": "there are none",
+        "eager-diloco": "eager takes",
+        "sparta": "merge 'sent'",
+    }
+    for name, why in refused.items():
         with pytest.raises(UserError, match=rf"^fuse is 'rda', which is for pseudo-gradients, and {why}[^\n]*leave"):
             Settings.of(method=name, fuse="rda").method()
     with pytest.raises(UserError, match="receiver's own"):

@@ -111,6 +111,7 @@ class Method:
         faults = {
             "there are none: gradients, or units, are exchanged": self.outer is None or self.dealing is not None,
             "eager takes a replica's own part out of the mean again": self.merge.eager,
+            "merge 'sent' would give the few values that were sent the length of all": self.merge.only_sent,
             f"{self.codec!r} reads messages by the receiver's own": self.codec.traits.needs_receiver,
         }
         for why in (why for why, holds in faults.items() if holds):
