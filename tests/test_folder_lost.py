@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from folder_seats import mean_of, met, seats
 from patience import patience, until
-from processes import fill
+from processes import fill, run_here
 
 from farflung.errors import UserError
 from farflung.networks.base import Traffic
@@ -53,3 +53,20 @@ def test_while_the_folder_has_gone_peers_are_alone_and_then_meet_again(tmp_path:
         until(lambda: sum("is there again" in line for line in run.told) == 2, patience(40))
         assert [mean.tolist() for mean in mean_of(run.open, "round 2 of 0", 2)] == [[0.5] * 2] * 2
     assert len(run.told) == 4
+
+
+def test_a_folder_is_where_its_url_says_for_everybody_with_spaces_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def invite(at: str) -> str:
+        code = run_here(monkeypatch, tmp_path, "invite", "--name", "x", "--ticket", "x.ticket", "--at", at)
+        told = capsys.readouterr().err
+        assert code == (0 if "the ticket is in" in told else 2)
+        return told
+
+    whole = f"file://{tmp_path}/our share"
+    for at in ("file://our share", "file://", "./our share"):
+        assert f"such as {whole if 'share' in at else f'file://{tmp_path}'}" in invite(at)
+        assert not (tmp_path / "our share").exists()
+    invite(whole)
+    assert (tmp_path / "our share").is_dir()

@@ -141,8 +141,11 @@ def _new_ticket(options: InviteOptions, shared: dict[str, Any]) -> Ticket:
 
     ticket = Ticket.new(options.name, shared)
     if options.at and not is_folder(options.at):
-        where = Path(options.at).absolute().as_uri() if "/" in options.at else "s3://BUCKET/RUN"
+        where = f"file://{Path(options.at).absolute()}" if "/" in options.at else "s3://BUCKET/RUN"
         raise UserError(f"at is {options.at!r}, but a folder is given as a URL, such as {where}")
+    if re.match(r"(file|local)://([^/]|$)", options.at or ""):
+        where = f"file://{Path(options.at.partition('://')[2]).absolute()}"
+        raise UserError(f"at is {options.at!r}, which is elsewhere for each peer; give the whole path, such as {where}")
     ticket = ticket.at((options.at,)) if options.at else ticket
     peer.ticket_settings(ticket)  # which refuses what peers there cannot do
     return ticket

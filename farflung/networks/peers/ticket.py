@@ -84,7 +84,7 @@ class Ticket:
 
 def is_folder(address: str) -> bool:
     """Whether an address is the URL of a folder."""
-    return re.fullmatch(r"[a-z][a-z0-9]*://\S*", address) is not None
+    return re.fullmatch(r"[a-z][a-z0-9]*://.*", address) is not None
 
 
 def _is_address(address: str) -> bool:
