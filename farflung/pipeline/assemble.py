@@ -31,7 +31,7 @@ def assemble(
     `network` is that of all processes of the run, or an elastic one; `waits` are the longest for others.
     """
     processes, replicas = network.near or network, network
-    if network.elastic or network.rank >= mesh.replicas:  # which is its own, or an observer
+    if network.elastic or network.rank >= mesh.processes:  # which is its own, or an observer
         mesh = Mesh(mesh.shapes, first=network.rank)
     elif isinstance(network, TorchNetwork) and (settings.divided or settings.offload):
         replicas = network.of_islands(mesh.islands)
