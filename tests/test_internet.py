@@ -997,8 +997,8 @@ def test_a_state_comes_in_pieces_from_several_and_survives_one_that_sends_other_
     bad = run.peers[0]._snapshots
     keep = bad._keep
 
-    async def spoilt(content: torch.Tensor, described: dict[str, Any]) -> None:
-        await keep(content, described)
+    async def spoilt(content: torch.Tensor, described: dict[str, Any], core: bool) -> None:
+        await keep(content, described, core)
         for kept in bad._kept.values():
             for piece in kept.pieces:
                 piece[:] = bytes(len(piece))

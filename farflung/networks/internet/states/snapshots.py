@@ -133,7 +133,7 @@ class Snapshots:
             self._wanted = [waits for waits in self._wanted if waits[0] is not made]
         return manifest
 
-    async def _keep(self, content: Tensor, described: Frame, core: bool) -> None:
+    async def _keep(self, content: Tensor, described: Frame, core: bool = False) -> None:
         wanted = [made for made, only in self._wanted if only is core]
         self._wanted = [waits for waits in self._wanted if waits[1] is not core]
         manifest = await self._made_of(content, described, self._peers.info["stage"], core)
