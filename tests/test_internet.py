@@ -912,7 +912,7 @@ async def _never_again(peer: InternetNetwork) -> None:
 def test_a_dead_member_is_not_waited_for_though_the_last_news_is_that_it_trains(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farflung.networks.internet.matchmaker.FIRST_ROUND_SECONDS", 1e6)  # as long as can be
+    monkeypatch.setattr("farflung.networks.peers.pace.FIRST_ROUND_SECONDS", 1e6)  # as long as can be
     monkeypatch.setattr("farflung.networks.peers.members.ALIVE_SECONDS", 1e6)
     one, other, dead = (run.join() for _ in range(3))
     run.all_know_each_other()

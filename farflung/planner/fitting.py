@@ -98,6 +98,6 @@ class Fitting:
 
 def with_memory(settings: Settings, exchanges: bool, worker: Worker) -> Settings:
     """The settings of a run that is to fit into a worker's memory, its anchors and outer state, if any, on the host."""
-    told = f"{math.floor((worker.memory - RESERVED) / 1e8) / 10:g}GB"
+    told = f"{math.floor((worker.memory - RESERVED) / 1e6)}MB"
     rounds = replace(settings.rounds, outer_device="cpu") if exchanges else settings.rounds
     return replace(settings, island=replace(settings.island, memory=told), rounds=rounds)
