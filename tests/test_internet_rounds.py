@@ -239,7 +239,7 @@ def test_where_anchors_differ_anyway_no_host_makes_a_replica_fetch_a_state(
     for liar in liars:
         monkeypatch.setattr(liar._matchmaker, "_welcome", lie(liar.rank))
     monkeypatch.setattr(one._states, "fetch", fetch)
-    monkeypatch.setattr(one._matchmaker, "patience_s", lambda key: 0.1)
+    monkeypatch.setattr(one._patience, "seconds", lambda key: 0.1)
     result = train(one, methods.noloco(every=5), lambda *_: len({*said}) < 2)
     assert not fetched and all(round.outcome != "behind" for round in result.rounds)
 

@@ -142,6 +142,8 @@ class ElasticLoop(OuterLoop):
     def _group(self, sync: Sync[Tensor]) -> Group:
         holders = replace(self.holders, core_only=self._elastic.telling(CORE_ONLY))
         members = holders.of(sync.index, self.method.schedule, self.network.members())
+        if self.method.topology.identical:
+            members = self.departures.without(members, sync.index, sync.rounds)
         group = sync.group(self.network.rank, members, self.method.topology)
         if not self.method.topology.identical:
             others_s = self._elastic.others_told(HELD_UP)
