@@ -395,8 +395,8 @@ def test_a_run_that_does_not_fit_is_fitted_at_a_cost_in_time(tmp_path: Path) -> 
     fit, settings = tight.choice.fit, tight.choice.settings
     assert tight.memory == fit.plan.peak_bytes < 0.6 * roomy.memory + 0.4 * RESERVED
     assert 1 <= fit.ratio < 1.5 and tight.step == pytest.approx(fit.ratio * roomy.step)
-    assert settings.rounds.outer_device == "cpu" and settings.island.memory.endswith("GB")
-    assert float(settings.island.memory[:-2]) * 1e9 <= tight.memory
+    assert settings.rounds.outer_device == "cpu" and settings.island.memory.endswith("MB")
+    assert float(settings.island.memory[:-2]) * 1e6 <= tight.memory
     assert f"--memory {settings.island.memory}" in flags(settings)
 
 
