@@ -6,7 +6,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from farflung.outer.options import check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
 from farflung.outer.setup import Setup
-
-if TYPE_CHECKING:
-    pass
 
 UNSEEN = (
     "the rounds end, but no step of the attached optimizers was seen; call optimizer.step() itself, not the step of "

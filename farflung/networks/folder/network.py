@@ -10,18 +10,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from farflung.errors import UserError
 from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
 from farflung.networks.folder.meetings import Meetings
 from farflung.networks.folder.packets import BYTES_A_VALUE, LARGEST_MESSAGE, ROOM, ROUND, PacketExchanges
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.states import FolderStates
 from farflung.networks.folder.store import StoreAwayError
-from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
+from farflung.networks.peers.admission import newcomer_info
+from farflung.networks.peers.elastic import PeersNetwork
 from farflung.networks.peers.identity import Identity
-from farflung.networks.peers.pace import Pace, Patience, counted_step
+from farflung.networks.peers.pace import Pace, Patience
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
-from farflung.networks.peers.told import Told
 from farflung.networks.transfer import IN_BACKGROUND, Transfer
 
 T = TypeVar("T")
@@ -32,12 +31,14 @@ LAST_SECONDS = 15.0
 """How long a peer that leaves lets others read what it has written for a round."""
 
 
-class FolderNetwork(PacketExchanges, Told):
+class FolderNetwork(PeersNetwork, PacketExchanges):
     """A peer's seat in a run whose peers meet in a folder. Its rank is a number made of its key.
 
     Others are waited for at most `deadline` seconds. Where this is the first process of an island, `near` is the
     network of its processes. Raises UserError when the folder cannot be reached, or others do not want this peer.
     """
+
+    peers: Presence
 
     def __init__(self, presence: Presence, deadline: float = 120.0, near: Network | None = None) -> None:
         super().__init__(presence, deadline)
@@ -76,16 +77,6 @@ class FolderNetwork(PacketExchanges, Told):
         """See Network."""
         return self
 
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """See ElasticNetwork; what the folder's owner has done, too."""
-        return self.peers.guard.refused
-
-    def members(self) -> Group:
-        """The training peers that were heard lately, and this one. Raises UserError where it cannot stay."""
-        self.peers.check()
-        return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
-
     def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
         """Nothing: this process exchanges all cells."""
 
@@ -116,15 +107,6 @@ class FolderNetwork(PacketExchanges, Told):
         with contextlib.suppress(StoreAwayError):
             self.peers.beat()
 
-    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
-        """See ElasticNetwork. Raises UserError where this peer cannot stay."""
-        self.peers.check()
-        counted = counted_step(step, every, self.peers.members, self._pace.begins)
-        own = self._pace.step(self.now())
-        self.peers.info.update(trains=True, rate=rate or own, step=counted)
-        self.peers.members.stepped(own)
-        return counted
-
     @property
     def wanted(self) -> bool:
         """See ElasticNetwork."""
@@ -144,10 +126,7 @@ class FolderNetwork(PacketExchanges, Told):
 
         Raises UserError when the run's peers have another.
         """
-        others = {member.shapes for member in self.peers.members.all() if member.shapes}
-        if others and shapes not in others:
-            raise UserError(OTHER_SHAPES)
-        self.peers.info["shapes"] = shapes
+        self._announce(shapes)
         self.largest = BYTES_A_VALUE * values + ROOM
         self._states.largest = 4 * self.largest
 

@@ -19,6 +19,7 @@ from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import OVERHEAD, Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.frames import plain
+from farflung.networks.reduction import Reduction, bytes_of
 from farflung.networks.transfer import RealNetwork, Transfer
 
 T = TypeVar("T")
@@ -92,9 +93,9 @@ class PacketExchanges(RealNetwork):
             return Finished(tensor, self.now())
 
         def whole(transfer: Transfer[Tensor]) -> Tensor:
-            self._swap(dict.fromkeys(transfer.others, _bytes_of(tensor)), transfer, key, self._deadline)
+            self._swap(dict.fromkeys(transfer.others, bytes_of(tensor)), transfer, key, self._deadline)
             flat = tensor.view(-1)
-            packets = transfer.all_with(_bytes_of(flat))
+            packets = transfer.all_with(bytes_of(flat))
             if any(len(packet) != flat.nbytes for packet in packets.values()):
                 raise PeerLostError(transfer.others, "its packet has another size")
             values = [packets[member].view(tensor.dtype).to(tensor.device) for member in group]
@@ -105,20 +106,8 @@ class PacketExchanges(RealNetwork):
         return self.begin(group, whole if at_once else lambda transfer: self._parts(tensor, transfer, key))
 
     def _parts(self, tensor: Tensor, transfer: Transfer[Tensor], key: str) -> Tensor:
-        group = transfer.group
-        parts = dict(zip(group, torch.tensor_split(tensor.view(-1), len(group)), strict=True))
-        own = parts[self.rank]
-
-        def combine(received: Packets) -> Tensor:
-            if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
-                return _bytes_of(own)
-            values = {sender: packet.view(tensor.dtype) for sender, packet in received.items()} | {self.rank: own}
-            return _bytes_of(mean_in_order([values[member].to(own.device) for member in group]))
-
-        packets = {other: _bytes_of(parts[other]) for other in transfer.others}
-        combined = self._combined(packets, combine, transfer, key)
-        for member, part in parts.items():
-            part.copy_(combined[member].view(tensor.dtype).to(part.device))
+        parts = Reduction(tensor, self.rank, transfer.group)
+        parts.put(self._combined(parts.packets, parts.combine, transfer, key))
         return tensor
 
     def begin(self, group: Group, work: Callable[[Transfer[T]], T]) -> Transfer[T]:
@@ -239,7 +228,3 @@ class PacketExchanges(RealNetwork):
         for rank in packets:
             if member := self.peers.members.by_rank.get(rank):
                 (self.peers.guard.missed if rank in transfer.lost else self.peers.guard.delivered)(member.peer)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

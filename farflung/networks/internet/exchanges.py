@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from farflung.networks.base import (
@@ -18,10 +17,10 @@ from farflung.networks.base import (
     Packets,
     PeerLostError,
     Pending,
-    mean_in_order,
 )
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.transport import PacketTransport
+from farflung.networks.reduction import Reduction
 from farflung.networks.transfer import RealNetwork, Transfer
 from farflung.renamed import Formerly
 
@@ -92,19 +91,8 @@ class Exchanges(RealNetwork):
             return Finished(tensor, self.now())
 
         async def work(transfer: Transfer[Tensor]) -> Tensor:
-            parts = dict(zip(group, torch.tensor_split(tensor.view(-1), len(group)), strict=True))
-            own = parts[self.rank]
-
-            def combine(received: Packets) -> Tensor:
-                if len(received) < len(group) - 1 or any(len(p) != own.nbytes for p in received.values()):
-                    return _bytes_of(own)
-                values = {sender: packet.view(tensor.dtype) for sender, packet in received.items()} | {self.rank: own}
-                return _bytes_of(mean_in_order([values[member] for member in group]))
-
-            packets = {other: _bytes_of(parts[other]) for other in transfer.others}
-            combined = await self._combined(packets, combine, transfer, key)
-            for member, part in parts.items():
-                part.copy_(combined[member].view(tensor.dtype).to(part.device))
+            parts = Reduction(tensor, self.rank, group)
+            parts.put(await self._combined(parts.packets, parts.combine, transfer, key))
             return tensor
 
         return self.begin(group, work)
@@ -146,7 +134,3 @@ class Exchanges(RealNetwork):
 
         self.peers.background.submit(run())
         return transfer
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(torch.uint8)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from farflung.errors import UserError
 from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.doors import (
@@ -28,11 +27,11 @@ from farflung.networks.internet.states.fetching import Fetching
 from farflung.networks.internet.states.snapshots import Snapshots
 from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
 from farflung.networks.listening import ListenAddress
-from farflung.networks.peers.admission import OTHER_SHAPES, newcomer_info
+from farflung.networks.peers.admission import newcomer_info
+from farflung.networks.peers.elastic import PeersNetwork
 from farflung.networks.peers.identity import Identity
-from farflung.networks.peers.pace import Pace, Patience, counted_step
+from farflung.networks.peers.pace import Pace, Patience
 from farflung.networks.peers.ticket import Ticket, read_ticket
-from farflung.networks.peers.told import Told
 from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ LONGEST_FETCH_SECONDS = 24 * 3600.0
 """A download that stalls ends much earlier."""
 
 
-class InternetNetwork(Exchanges, Told):
+class InternetNetwork(PeersNetwork, Exchanges):
     """A peer's seat in a run on the internet. Its rank is a number made of its key.
 
     No message of more than `largest` bytes is taken. Others are waited for at most `deadline` seconds. What has come of
@@ -50,6 +49,8 @@ class InternetNetwork(Exchanges, Told):
 
     Raises UserError when there is nobody to join, or they do not want this peer.
     """
+
+    peers: Peers
 
     def __init__(
         self,
@@ -90,16 +91,6 @@ class InternetNetwork(Exchanges, Told):
         """See Network."""
         return self
 
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """See ElasticNetwork."""
-        return self.peers.guard.refused
-
-    def members(self) -> Group:
-        """The training peers that were heard lately, and this one. Raises UserError where it cannot stay."""
-        self.peers.check()
-        return tuple(sorted({self.rank, *(member.rank for member in self.peers.members.training())}))
-
     def keep(self, cells: Sequence[str], here: Collection[str]) -> None:
         """See ElasticNetwork. The first process of an island learns it of the others, with where their doors are."""
         self._doorkeeper.cells = tuple(cells)
@@ -136,15 +127,6 @@ class InternetNetwork(Exchanges, Told):
         with contextlib.suppress(TimeoutError):  # one that is silent shall hold up nobody
             self.peers.background.run(self.peers.announce(trains=True, step=step), self._deadline)
 
-    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
-        """See ElasticNetwork. Raises UserError where this peer cannot stay."""
-        self.peers.check()
-        counted = counted_step(step, every, self.peers.members, self._pace.begins)
-        own = self._pace.step(self.now())
-        self.peers.info.update(trains=True, rate=rate or own, step=counted)
-        self.peers.members.stepped(own)
-        return counted
-
     @property
     def wanted(self) -> bool:
         """See ElasticNetwork."""
@@ -164,10 +146,7 @@ class InternetNetwork(Exchanges, Told):
 
         Raises UserError when the run's peers have another.
         """
-        others = {member.shapes for member in self.peers.members.all() if member.shapes}
-        if others and shapes not in others:
-            raise UserError(OTHER_SHAPES)
-        self.peers.info["shapes"] = shapes
+        self._announce(shapes)
         self._transport.expect_values(values)
         self._states.largest = 4 * self._transport.largest
 
