@@ -28,11 +28,14 @@ from farflung.errors import UserError
 from farflung.networks import Party, PeerLostError, SharedState
 from farflung.networks.base import Traffic, mean_in_order
 from farflung.networks.folder import FolderNetwork, Identity
-from farflung.networks.folder.meetings import HEAVIEST, Guest, direct, grouped, party_of
+from farflung.networks.folder.meetings import Guest, direct, grouped, party_of
 from farflung.networks.folder.sealing import Kind, Seals
 from farflung.networks.folder.store import Store
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
+from farflung.networks.peers.weights import HEAVIEST
 from farflung.outer import Round
+from farflung.settings import Settings
+from farflung.training.limits import check_folder
 
 
 @pytest.fixture
@@ -374,3 +377,17 @@ def test_a_run_begins_with_invite_and_goes_on_the_next_day_from_the_folder_alone
     assert '"joined"' in events and '"finished"' in events
     assert run_here(monkeypatch, tmp_path, "invite", *at, "--swarm", "--stages", "2", *SMALL, "--batch-size", "4") != 0
     assert "peers in a folder do not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"swarm": True, "stages": 2}, "stages of a swarm call each other"),
+        ({"shard": 2}, "add --gateway"),
+        ({"core": "heads2", "core_only": True}, "leave out --core-only"),
+    ],
+)
+def test_what_peers_in_a_folder_cannot_do_is_refused_in_a_line(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as told:
+        check_folder(Settings.of(network="folder", **given))
+    assert "\n" not in str(told.value)

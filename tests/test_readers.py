@@ -24,7 +24,7 @@ from farflung.networks.internet import Identity, ListenAddress
 from farflung.networks.internet.contact.gossip import news_in
 from farflung.networks.internet.contact.host import Host
 from farflung.networks.internet.contact.streams import RequestRefusedError, accepted
-from farflung.networks.internet.gathering import HEAVIEST, guest_of, party_of
+from farflung.networks.internet.gathering import guest_of, party_of
 from farflung.networks.internet.states.downloads import Download
 from farflung.networks.peers.addresses import is_global, leads_to, readable
 from farflung.networks.peers.admission import disagreement
@@ -34,6 +34,7 @@ from farflung.networks.peers.manifests import Manifest, manifest_of
 from farflung.networks.peers.member import Member, member_in, signed
 from farflung.networks.peers.members import Members
 from farflung.networks.peers.packing import longest, packed, unpack
+from farflung.networks.peers.weights import HEAVIEST
 
 T = TypeVar("T")
 

@@ -22,13 +22,12 @@ from farflung.networks.folder.sealing import Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.frames import FrameError, number, parsed, reading, whole
 from farflung.networks.peers.member import LAST_RANK
+from farflung.networks.peers.weights import believed, with_common_anchors
 
 FIRST_PAUSE, LONGEST_PAUSE, SLOWER = 0.05, 2.0, 1.5
 """Seconds between two looks, at first and at most; each pause is so many times as long as the last."""
 GRACE_SECONDS = 4.0
 """How long one whose patience is over waits on for most of the others, and for who should group the idle."""
-HEAVIEST = 10.0
-"""The largest weight in a group, in multiples of the least."""
 LARGEST_CLOSING = 1 << 18
 
 
@@ -73,17 +72,8 @@ def grouped(guests: Mapping[int, Guest], taken: Collection[int], patient: bool) 
 
 
 def party_of(group: Group, guests: Mapping[int, Guest], own: int, key: str) -> Party:
-    """Those of a group with the most common anchors, among equals with more work; the others are behind.
-
-    No weight is more than HEAVIEST times the least. All members find the same, or their anchors would part.
-    """
-    weights_of: dict[bytes, list[float]] = {}
-    for rank in group:
-        weights_of.setdefault(guests[rank].lineage, []).append(guests[rank].weight)
-    common = max(weights_of, key=lambda lineage: (len(weights_of[lineage]), sum(weights_of[lineage]), lineage))
-    weights = {rank: guests[rank].weight for rank in group if guests[rank].lineage == common}
-    heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
-    weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
+    """Those of a group with the most common anchors; the others are behind. All members find the same."""
+    weights = believed(with_common_anchors((rank, guests[rank].lineage, guests[rank].weight) for rank in group))
     witness = min(group, key=lambda rank: turn(key, rank))
     if own not in weights:
         return Party((), {}, behind=True, host=witness)

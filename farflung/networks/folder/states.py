@@ -32,8 +32,6 @@ KEPT_SECONDS = 1800.0
 ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
 """How long the first answer is waited for, and after it the others."""
 LOOK_SECONDS = 1.0
-AHEAD = 1000
-"""Steps that a state may be ahead of the median step."""
 SHARED = b"the last state"
 
 
@@ -189,8 +187,7 @@ class FolderStates:
         if peer in self._refused or rank_of(peer) != one.note.rank or not self._notes.checked(peer, one):
             raise FrameError("its writer is not believed")
         self._notes.opened(peer, one.name, 0, content)
-        furthest = self._presence.members.median_step_at_most() + AHEAD
-        manifest = manifest_of(told, self.largest, furthest)
+        manifest = manifest_of(told, self.largest, self._presence.members.furthest_step())
         names = [str(name) for name in entry(told, "names", list)]
         if len(names) != len(manifest.pieces):
             raise FrameError("a state has other pieces than it says")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -12,12 +12,11 @@ from farflung.networks.base import ALONE, Party
 from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, number, reading, whole
 from farflung.networks.peers.member import FURTHEST, LAST_RANK
 from farflung.networks.peers.members import KNOWN, LOST
+from farflung.networks.peers.weights import believed, with_common_anchors
 
 LONGEST_PATIENCE_SECONDS = 600.0
 GRACE_SECONDS = 4.0
 """How long a guest whose patience is over waits on for most of the others."""
-HEAVIEST = 10.0
-"""The largest weight in a group, in multiples of the least."""
 WANTED, MOST = KNOWN + LOST + 1, 4096
 """Peers that one can know and want in its group, and peers of a group, at most."""
 SHUNNED = 256
@@ -80,8 +79,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
 def party_of(answer: Frame, own: int, weight: float) -> Party:
     """The party that a host says a peer is in. Raises FrameError when that cannot be.
 
-    The own weight is not the host's to say, and none is more than HEAVIEST times the least: host and guests may lie.
-    All members find the same weights, or their anchors would part.
+    The own weight is not the host's to say.
     """
     told = entry(answer, "weights", list)
     if len(told) > MOST:
@@ -91,8 +89,7 @@ def party_of(answer: Frame, own: int, weight: float) -> Party:
         raise FrameError("a host has left out who asked")
     if weights:
         weights[own] = weight
-    heaviest = HEAVIEST * max(min((heavy for heavy in weights.values() if heavy > 0), default=0.0), 1.0)
-    weights = {rank: min(heavy, heaviest) for rank, heavy in weights.items()}
+    weights = believed(weights)
     why = answer.get("alone")  # earlier releases say nothing of it
     alone = why if isinstance(why, str) and why in ALONE else Party.alone
     return Party(tuple(sorted(weights)), weights, bool(answer.get("behind")), alone=alone)
@@ -171,15 +168,11 @@ def _group(guests: list[Guest], rendezvous: Rendezvous, kept: Collection[int] = 
     """
     if len(guests) > 1:
         rendezvous.met = asyncio.get_running_loop().time()
-    weights_of: defaultdict[str, list[float]] = defaultdict(list)
+    weights = with_common_anchors((guest.rank, guest.anchor_digest, guest.weight) for guest in guests)
     for guest in guests:
-        weights_of[guest.anchor_digest].append(guest.weight)
-    common = max(weights_of, key=lambda anchors: (len(weights_of[anchors]), sum(weights_of[anchors]), anchors))
-    weights = [(guest.rank, guest.weight) for guest in guests if guest.anchor_digest == common]
-    for guest in guests:
-        behind = guest.anchor_digest != common
+        behind = guest.rank not in weights
         if not guest.answer.done():
-            weighed = [] if behind else weights
+            weighed = [] if behind else list(weights.items())
             guest.answer.set_result({"weights": weighed, "behind": behind, "kept": sorted(kept), "alone": alone})
         rendezvous.waiting.pop(guest.rank, None)
         rendezvous.gone.add(guest.rank)

@@ -22,6 +22,8 @@ AN_ADDRESS = 64
 """Members that are there at one machine's address, as they say: one who makes up many must make up machines, too."""
 A_TELLER = 48
 """Members that were only heard of from one other."""
+AHEAD = 1000
+"""Steps that a state may be ahead of the median step."""
 MAJORITY_OF = 3
 """So many claims or more are believed where most agree."""
 
@@ -140,6 +142,10 @@ class Members:
     def median_step_at_most(self) -> float:
         """The median step that training peers may have reached; infinity without any."""
         return statistics.median_high([member.step_at_most() for member in self.training()] or [math.inf])
+
+    def furthest_step(self) -> float:
+        """The largest step that a state may be of."""
+        return self.median_step_at_most() + AHEAD
 
     def _believed(self, known: Member | None, step: int) -> float:
         """How far a peer has come at most that says now that it is at a step, and may have been known elsewhere.

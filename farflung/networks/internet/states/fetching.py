@@ -43,8 +43,6 @@ from farflung.networks.peers.packing import longest, unpack
 
 ASKED = 15
 """Peers that are asked of the state, drawn at random: each makes a copy of its own to answer."""
-AHEAD = 1000
-"""Steps that a state may be ahead of the median step."""
 
 
 class Fetching:
@@ -164,7 +162,7 @@ class Fetching:
             stage = self._peers.info["stage"] if self._stage is None else self._stage
             part = {"core": True} if self._core_only else {}
             told = await self._asked(member, {"kind": "state", "held": held, "stage": stage, **part}, LONGEST)
-            return manifest_of(parsed(told), self.largest, self._peers.members.median_step_at_most() + AHEAD)
+            return manifest_of(parsed(told), self.largest, self._peers.members.furthest_step())
         except FrameError as error:
             self.refuse(member, "bad state", str(error))
         except (*UNREACHABLE, RequestRefusedError):
