@@ -184,6 +184,20 @@ def test_a_terminal_shows_how_far_a_runs_own_preparation_is(
     assert (f"{tokens:,} tokens" in shown.getvalue()) == (not small)
 
 
+def test_a_run_makes_its_store_of_large_data_once_before_its_replicas_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = a_text(tmp_path)
+    language = Language(settings_of(path))
+    language.prepare()  # of little, `check` makes it
+    assert not [*prepared.cache().glob("tokens/*/store.json")]
+    monkeypatch.setattr("farflung.workloads.text.SMALL", path.stat().st_size - 1)
+    language.prepare()
+    made, told = [*prepared.cache().glob("tokens/*/store.json")], list[tuple[int, int]]()
+    prepared.store_of(settings_of(path), tokenizers.Bytes(), lambda *how: told.append(how))
+    assert len(made) == 1 and not told
+
+
 def test_the_same_text_is_prepared_once_wherever_it_lies_and_other_text_again(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
 

@@ -127,8 +127,8 @@ class Language:
         return self.tokenizer.count_bytes(tokens) / len(tokens)
 
     def prepare(self) -> None:
-        """Makes tokens of the text, where nobody has; a terminal shows how far it is. Raises UserError."""
-        _ = self.data
+        """Makes tokens of what `check` has not read, where nobody has; a terminal shows it. Raises UserError."""
+        sources.prepare(self._named, self._judges, self.tokenizer, self._deal)
 
     def check(self) -> None:
         """See Workload."""

@@ -21,7 +21,7 @@ from farflung.workloads.chats import Chats, Labelled, joined, labelled
 from farflung.workloads.data import Data
 from farflung.workloads.dealing import Deal, mixed
 from farflung.workloads.mixtures import BLOCK
-from farflung.workloads.prepared import is_prepared
+from farflung.workloads.prepared import is_prepared, store_of
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import ShardCache
 from farflung.workloads.shards import Shards
@@ -238,6 +238,14 @@ def check(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, dea
     except UserError as error:
         raise UserError(f"validation: {error}") from error
     _warn_of_both(sources, judges)
+
+
+def prepare(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, deal: Deal) -> None:
+    """Makes the stores of what is large and lies here, where there are none yet. Raises UserError."""
+    for source, numbered in [*((one, deal.draws) for one in sources), *((one, False) for one in judges)]:
+        settings, is_chats = source.settings, source.is_chats
+        if not (far.is_far(settings.data) or is_prepared(settings) or is_small(settings.data)):
+            store_of(settings, tokenizer, numbered=numbered and not is_chats, as_chats=is_chats)
 
 
 def _warn_of_both(sources: list[Source], judges: list[Source]) -> None:
