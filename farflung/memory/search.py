@@ -58,7 +58,7 @@ def search(
     if best.peak_bytes > cap_bytes:
         raise UserError(
             f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
-            f"{gigabytes(best.peak_bytes)} GB, a smaller batch, shorter sequences or more stages"
+            f"{gigabytes(best.peak_bytes)} GB, a smaller batch or shorter sequences"
         )
     return best
 
