@@ -49,6 +49,8 @@ STAYING = (Kind.STATE, Kind.PIECE)
 """Objects that may be wanted when their writer has gone, and do not say that it is there."""
 LARGEST_CARD = 1 << 14
 MOST_FAULTS = 16
+MOST_CHECKED = 60000
+"""Notes of which a peer remembers whether their signatures hold."""
 
 
 class Presence:
@@ -330,7 +332,7 @@ class Presence:
     def _is_theirs(self, card: Member, one: Written) -> bool:
         """Whether a member has signed a note; each is checked but once."""
         if one.name not in self._checked:
-            if len(self._checked) > FRESH_SECONDS * 100:
+            if len(self._checked) > MOST_CHECKED:
                 self._checked.clear()
             self._checked[one.name] = self.notes.checked(card.peer, one)
         return self._checked[one.name]
