@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from patience import patience
 from processes import SMALL, farflung, run_here, run_together
 from warm import Python
 
-from farflung import cli
+from farflung import cli, scoped
 from farflung.cli.peers import NOT_INVITED
 from farflung.errors import UserError
 from farflung.settings import Settings, names_that_may_differ
@@ -76,7 +77,10 @@ def test_too_little_data_is_told_before_a_run_is_announced(
     assert {path.name for path in tmp_path.iterdir()} == {"short.txt", "config.toml", "empty"}
 
 
-def test_attempts_to_reach_the_hub_are_not_told() -> None:
+def test_attempts_to_reach_the_hub_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A thread that another test has left may still hold the logger.
+    monkeypatch.setattr(scoped, "_holders", Counter())
+    monkeypatch.setattr(scoped, "_before", {})
     heard = list[str]()
     handler, hub = logging.Handler(), logging.getLogger("huggingface_hub.utils._http")
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
