@@ -35,6 +35,11 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than processors: in half of their time, workers wait for what they have started."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The file that takes longest comes first: else one worker may still have all of it when the others are done."""
