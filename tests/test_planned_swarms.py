@@ -110,7 +110,7 @@ def simulated(heads: list[float], others: list[float]) -> float:
             head = post.peers[rank] = StagePeer(0, 2, TimeAlone(), quick, post.of(rank), router, 1e6, loop.time)
             names = itertools.count()
             start = lambda head=head, names=names: head.start(Microbatch(next(names), 0), 0)  # noqa: E731
-            running.append(asyncio.ensure_future(under_way(start, 2 * IN_FLIGHT)))
+            running.append(asyncio.ensure_future(under_way(start, lambda: 2 * IN_FLIGHT)))
         await asyncio.sleep(3000)
         for one in running:
             one.cancel()

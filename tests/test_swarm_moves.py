@@ -19,6 +19,7 @@ from farflung.swarm.moves import (
     Standing,
     capacities,
     next_move,
+    share_under_way,
     stage_for_newcomer,
     standings,
 )
@@ -33,6 +34,18 @@ SWARMS = st.dictionaries(
     min_size=1,
     max_size=9,
 )
+
+
+def test_a_quick_head_has_more_microbatches_under_way_and_none_can_take_the_others_theirs() -> None:
+    unlike = {
+        stage * 4 + place: Standing(stage, speed) for stage in range(4) for place, speed in enumerate((1, 1, 2, 4))
+    }
+    assert [share_under_way(unlike, head, 4, 2) for head in range(4)] == [4, 4, 8, 16]
+    alike = dict(enumerate(Standing(stage) for stage, count in enumerate((3, 4, 6, 3)) for _ in range(count)))
+    assert [share_under_way(alike, head, 4, 2) for head in range(3)] == [11, 11, 11]
+    assert [share_under_way({0: Standing(0), 1: Standing(1)}, 0, 2, each) for each in (1, 2)] == [2, 4]
+    liar = standings([(0, 0, 1.0), (1, 0, 1e12), (2, 1, 1.0), (3, 1, 1.0)])
+    assert [share_under_way(liar, head, 2, 2) for head in range(2)] == [2, 8]
 
 
 @given(SWARMS)

@@ -17,6 +17,7 @@ from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm.letters import Microbatch, Post
+from farflung.swarm.moves import Standing, share_under_way
 from farflung.swarm.peer import StagePeer, under_way
 from farflung.swarm.routers import PermutationRouter, Router, ThroughputRouter
 from farflung.swarm.simulated import Links, SimulatedPost, TimeAlone, in_virtual_seconds
@@ -82,7 +83,7 @@ class World:
             for place, peer in enumerate(peers):
                 onward = routes(stages[stage + 1], stage) if stage + 1 < len(stages) else None
                 post.peers[peer] = self._peer(stage, place, post.of(peer), onward)
-        running = [asyncio.ensure_future(_head(post.peers[head], head, len(stages[0]), flight)) for head in stages[0]]
+        running = [asyncio.ensure_future(self._head(post.peers[head], head, flight)) for head in stages[0]]
         await asyncio.sleep(seconds / 5)
         before = self._done()
         await asyncio.sleep(seconds * 4 / 5)
@@ -96,14 +97,15 @@ class World:
         clock = asyncio.get_running_loop().time
         return StagePeer(stage, len(self.stages), self.works[stage][place], device, post, onward, 1e9, clock)
 
+    async def _head(self, peer: StagePeer, head: int, under: int) -> None:
+        """Keeps microbatches under way whose numbers make them stay in this head's column where routes are fixed."""
+        numbers = itertools.count(head, len(self.stages[0]))
+        known = [Standing(stage, 1 / seconds) for stage, peers in enumerate(self.stages) for seconds in peers]
+        part = share_under_way(dict(enumerate(known)), head, len(self.stages), under / len(known))
+        await under_way(lambda: peer.start(Microbatch(0, next(numbers)), 0), lambda: part)
+
     def _done(self) -> int:
         return sum(len(work.learnt) for work in self.works[-1])
-
-
-async def _head(peer: StagePeer, column: int, heads: int, flight: int) -> None:
-    """Keeps microbatches under way whose numbers make them stay in this head's column where routes are fixed."""
-    numbers = itertools.count(column, heads)
-    await under_way(lambda: peer.start(Microbatch(0, next(numbers)), 0), max(1, flight // heads))
 
 
 def shuffled(speeds: Sequence[float], stages: int) -> list[list[float]]:

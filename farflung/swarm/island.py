@@ -21,7 +21,7 @@ from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.swarm.copies import Copies
 from farflung.swarm.letters import LostError, ledger_of
-from farflung.swarm.moves import MoveError, Restlessness, Standing, next_move, standings
+from farflung.swarm.moves import MoveError, Restlessness, Standing, next_move
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
 from farflung.swarm.work import Learnt
@@ -267,10 +267,7 @@ class SwarmIsland:
         """Raises MoveError where this peer helps most in another stage. What it has started comes to its end first."""
         if self._over():
             return
-        own = (self._network.rank, self._seat.stage, self._seat.facts()["capacity"])
-        there = [one for one in self._network.peers.members.in_good_standing() if one.shapes]
-        told = [(one.rank, one.stage, one.facts.get("capacity", 0.0)) for one in there if one.stage < self._seat.stages]
-        stage = self._restless.stage(standings([own, *told]), time.monotonic())
+        stage = self._restless.stage(self._seat.standings(), time.monotonic())
         if stage is not None and stage in self._able:
             self._network.peers.background.run(self._seat.start_no_more(), 2 * self._deadline_s)
             raise MoveError(stage, "holds the others up")

@@ -63,6 +63,18 @@ def capacities(peers: Mapping[int, Standing], stages: int) -> list[float]:
     return found
 
 
+def share_under_way(peers: Mapping[int, Standing], head: int, stages: int, each: float) -> int:
+    """Microbatches that a head has under way: of `each` for every peer, its share by its speed among the heads.
+
+    A quick head, whose microbatches come back no sooner than a slow one's, needs more of them to be busy. It has at
+    most twice as many as where each stage has one peer, since it remembers each, and at least half as many, whatever
+    speed another head may claim.
+    """
+    heads = sum(one.speed for one in peers.values() if one.stage == 0)
+    share, usual = each * len(peers) * peers[head].speed / heads, each * stages
+    return max(1, round(min(max(share, usual / 2), 2 * usual)))
+
+
 def stage_for_newcomer(peers: Mapping[int, Standing], stages: int, able: Sequence[int] | None = None) -> int:
     """The stage that needs one more peer most, of those that the newcomer is able to serve; unless given, all."""
     found = capacities(peers, stages)

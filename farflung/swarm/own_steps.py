@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from farflung.swarm.letters import Microbatch
+from farflung.swarm.moves import share_under_way
 from farflung.swarm.peer import IN_FLIGHT, under_way
 from farflung.swarm.seat import Seat
 from farflung.swarm.work import Learnt
@@ -35,7 +36,10 @@ class OwnSteps:
             return
         numbers = itertools.count()
         stream = int(seat.peers.info["session"], 16) >> 12  # one that comes back gives no name again
-        most = seat.stages * (1 if self._at_once else IN_FLIGHT)  # one, where a step follows each of them
+        each = 1 if self._at_once else IN_FLIGHT  # one, where a step follows each of them
+
+        def most() -> int:
+            return share_under_way(seat.standings(), seat.network.rank, seat.stages, each)
 
         async def start() -> None:
             name = Microbatch(*divmod(next(numbers), seat.parts), stream)

@@ -16,7 +16,7 @@ from farflung.swarm.routers import Router
 from farflung.swarm.waits import Waits
 
 IN_FLIGHT = 2
-"""Microbatches that a head has under way for each stage, so that none is idle."""
+"""Microbatches under way for each peer that serves, so that none is idle."""
 PAUSE_SECONDS = 1.0
 """Between two looks for somebody who serves the next stage, where nobody does; or whether one of them is late."""
 MOST_REASONS = 32
@@ -215,12 +215,14 @@ class _Head:
         return True
 
 
-async def under_way(start: Callable[[], Any], most: int, goes_on: Callable[[], bool] = lambda: True) -> None:
+async def under_way(
+    start: Callable[[], Any], most: Callable[[], int], goes_on: Callable[[], bool] = lambda: True
+) -> None:
     """Keeps so many microbatches under way while it goes on, and then waits for the last ones."""
     running: set[asyncio.Task[Any]] = set()
     try:
         while running or goes_on():
-            while goes_on() and len(running) < most:
+            while goes_on() and len(running) < most():
                 running.add(asyncio.ensure_future(start()))
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for one in done:

@@ -19,6 +19,7 @@ from farflung.pipeline.build import pieces_of
 from farflung.pipeline.division import Division, division_of
 from farflung.pipeline.settings import IslandSettings
 from farflung.swarm.letters import Caller, FalseLetterError, Forward, LostError, Microbatch
+from farflung.swarm.moves import Standing, standings
 from farflung.swarm.peer import StagePeer
 from farflung.swarm.processor import Pass, Processor
 from farflung.swarm.routers import ThroughputRouter
@@ -126,6 +127,12 @@ class Seat:
     def everyone(self) -> list[Member]:
         """The other peers that serve some stage."""
         return [one for stage in range(self.stages) for one in self.serving(stage)]
+
+    def standings(self) -> dict[int, Standing]:
+        """What is known of all peers, this one among them, by their ranks."""
+        own = (self.network.rank, self.stage, self.facts()["capacity"])
+        there = [one for one in self.peers.members.in_good_standing() if one.shapes and one.stage < self.stages]
+        return standings([own, *((one.rank, one.stage, one.facts.get("capacity", 0.0)) for one in there)])
 
     def facts(self) -> dict[str, float]:
         """What others should know of how it serves; microbatches a second."""
