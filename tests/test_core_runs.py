@@ -87,7 +87,7 @@ def test_a_core_that_was_exported_computes_what_it_computes_in_the_whole(
         ("--core heads2 --core-only-replicas 4", "but --replicas is 3; choose at most that"),
         ("--core heads2 --core-only", "give --core-only-replicas"),
         ("--core heads2 --method ist", "choose another, such as noloco or diloco"),
-        ("--core heads2 --batched-replicas", "goes with no batched_replicas"),
+        ("--core heads2 --batched-replicas", "does not go with batched_replicas"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line_before_anything_is_written(

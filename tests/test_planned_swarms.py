@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
+import shlex
 from collections import Counter
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from families import ROUTED
 from processes import run_here
 
+from farflung.errors import UserError
 from farflung.networks.simulator.conditions import HEADERS
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.planner.architecture import architecture_of
@@ -134,7 +140,47 @@ def test_the_command_tells_cuts_and_how_to_begin(
     assert run_here(monkeypatch, tmp_path, "plan", "--swarm", "--machines", "m.toml", "--model", "micro") == 0
     told = capsys.readouterr().out
     assert "stage 0: embeddings and layers 0 to" in told and "and the head" in told
-    assert "farflung invite --name NAME --swarm --stages" in told
+    assert "farflung invite --name NAME --ticket NAME.ticket --method noloco --model micro" in told
     words = ("plan", "--swarm", "--machines", "m.toml", "--model", "llama-6.8b", "--stages", "2")
     assert run_here(monkeypatch, tmp_path, *words) == 2
     assert "no cut gives each stage a worker with enough memory" in capsys.readouterr().err
+
+
+def test_a_swarm_is_begun_as_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options(tmp_path, 1.0, 0.01, stages=3)
+    given = {"--stages": "3", "--sequence-length": "48", "--precision": "bfloat16"}
+    words = ("plan", "--swarm", "--machines", "m.toml", "--micro-batch", "3", "--boundaries", "int8", "--recompute")
+    assert run_here(monkeypatch, tmp_path, *words, "--model", "tiny", *chain(*given.items())) == 0
+    *_, command = capsys.readouterr().out.splitlines()
+    begins = shlex.split(command)
+    assert begins[:2] == ["farflung", "invite"] and {"--swarm", "--recompute"} <= {*begins}
+    # A batch has as many microbatches as a head has under way, each of 3 sequences.
+    expected = given | {"--batch-size": str(3 * IN_FLIGHT * 3), "--boundary": "int8"}
+    assert expected.items() <= dict(pairwise(begins)).items()
+    # No port has this number, which is seen when all else is in order.
+    assert run_here(monkeypatch, tmp_path, *begins[1:], "--port", "99999") == 2
+    assert "port 99999 is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"stages": 3}, "3 pieces of a model that has only 2 layers; choose fewer stages"),
+        ({"boundaries": "subspace100"}, "boundary subspace100 has more dimensions than the model's 64"),
+        ({"boundaries": " , "}, "boundaries names none"),
+    ],
+    ids=str,
+)
+def test_what_no_swarm_can_be_is_no_matter_of_memory(arguments: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(MACHINES.format(tflops=1.0, gbps=1.0))
+    with pytest.raises(UserError, match=re.escape(told)):
+        swarm_plans(SwarmOptions("micro", tmp_path / "m.toml", **arguments))
+
+
+def test_a_model_that_a_swarm_cannot_train_is_not_planned(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(MACHINES.format(tflops=1.0, gbps=1.0))
+    ROUTED["mixtral"].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="a mixture of experts has a loss of all stages"):
+        swarm_plans(SwarmOptions(str(tmp_path), tmp_path / "m.toml", sequence_length=LENGTH))

@@ -206,6 +206,8 @@ def test_a_swarm_is_no_run_of_farflung_train(
     assert "begin it with farflung invite, or leave out --swarm" in capsys.readouterr().err
     assert run_here(monkeypatch, tmp_path, *map(str, ("train", *SETTINGS, "--stepping", "synchronous"))) == 2
     assert "only a swarm's peers choose; add --swarm or leave it out" in capsys.readouterr().err
+    assert run_here(monkeypatch, tmp_path, "invite", "--name", "x", "--stepping", "synchronous", "--port", "99999") == 2
+    assert "only a swarm's peers choose; add --swarm or leave it out" in capsys.readouterr().err
 
 
 @pytest.fixture

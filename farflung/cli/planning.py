@@ -50,7 +50,7 @@ def _plan_swarm(arguments: list[str]) -> None:
     from farflung.planner.swarm import swarm_plans, told
 
     chosen, plans = swarm_plans(options)
-    print("\n".join(told(chosen, plans, options.model)))
+    print("\n".join(told(chosen, plans, options)))
 
 
 def simulate(arguments: list[str]) -> None:

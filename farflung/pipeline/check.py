@@ -20,6 +20,14 @@ def check(settings: IslandSettings, workload: Workload, seed: int) -> None:
         _check_shape(settings.of(shape), workload, seed)
 
 
+def check_stepping(settings: IslandSettings) -> None:
+    """Refuses a way to step where there is no swarm. Raises UserError."""
+    if not settings.swarm and settings.stepping != IslandSettings.stepping:
+        raise UserError(
+            f"stepping is {settings.stepping!r}, but only a swarm's peers choose; add --swarm or leave it out"
+        )
+
+
 def _check_unlike(settings: IslandSettings, shapes: Sequence[IslandShape]) -> None:
     if settings.routes == "random":
         raise UserError("routes is 'random', which needs islands of one shape; give --stages instead of --islands")
@@ -35,12 +43,9 @@ def _check_unlike(settings: IslandSettings, shapes: Sequence[IslandShape]) -> No
 
 def _check_shape(settings: IslandSettings, workload: Workload, seed: int) -> None:
     parts = settings.parts
+    check_stepping(settings)
     if settings.swarm:
         _check_swarm(settings, divisible(workload))
-    elif settings.stepping != IslandSettings.stepping:
-        raise UserError(
-            f"stepping is {settings.stepping!r}, but only a swarm's peers choose; add --swarm or leave it out"
-        )
     if settings.batch_size % (settings.shard * parts):
         shards = counted(settings.shard, "shard")
         raise UserError(
@@ -85,7 +90,9 @@ def _check_swarm(settings: IslandSettings, workload: Divisible) -> None:
         )
     usual = IslandSettings()
     if settings.compile:
-        raise UserError("a swarm's peers compute eagerly, since their microbatches come one by one; leave out compile")
+        raise UserError(
+            "a swarm's peers compute eagerly, since their microbatches come one by one; leave out --compile"
+        )
     for name in ("shard", "gateway", "pipeline_schedule", "routes", "offload"):
         if (value := getattr(settings, name)) != getattr(usual, name):
             raise UserError(f"{name} is {value!r}, but a peer of a swarm is one process with one stage; leave it out")

@@ -110,6 +110,8 @@ class SwarmOptions(Checked):
     def __post_init__(self) -> None:
         """Refuses impossible values. Raises UserError."""
         super().__post_init__()
+        if not self.boundary_names:
+            raise UserError("boundaries names none; leave it out, or give some with commas between, such as int8,int4")
         for name in self.boundary_names:
             boundaries.boundary_named(name)
 

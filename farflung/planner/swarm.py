@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from farflung.errors import UserError
-from farflung.pipeline.boundaries import boundary_named
-from farflung.pipeline.settings import IslandSettings
+from farflung.pipeline.check import check
 from farflung.planner.architecture import Architecture, architecture_of
+from farflung.planner.command import flags
 from farflung.planner.machines import Cluster, read_cluster
 from farflung.planner.memory import RESERVED, activation_bytes
 from farflung.planner.options import SwarmOptions
 from farflung.planner.step import boundary_bytes
+from farflung.settings import Settings
 from farflung.swarm.moves import BYTES_A_PARAMETER
 from farflung.swarm.peer import IN_FLIGHT
 from farflung.workloads.base import Span
@@ -84,13 +85,10 @@ def swarm_plans(options: SwarmOptions) -> tuple[SwarmPlan, list[SwarmPlan]]:
     """The plan to take; and of each boundary the best, the fastest first. Raises UserError."""
     cluster = read_cluster(options.machines)
     model = architecture_of(options.model, options.sequence_length, options.tokenizer or "bytes")
-    if model.tied:
-        raise UserError(f"{options.model}'s head is its embeddings, which peers of two stages cannot share")
     found = []
-    for boundary in options.boundary_names:
-        if boundary_named(boundary)[0] < model.hidden:
-            plans = _of_boundary(boundary, model, cluster, options)
-            found += [max(plans, key=lambda plan: (plan.tokens_per_second, -len(plan.spans)))] if plans else []
+    for boundary in _possible(options):
+        plans = _of_boundary(boundary, model, cluster, options)
+        found += [max(plans, key=lambda plan: (plan.tokens_per_second, -len(plan.spans)))] if plans else []
     if not found:
         raise UserError(
             f"{options.model} cannot be trained by a swarm on {options.machines}: no cut gives each stage a worker "
@@ -99,6 +97,37 @@ def swarm_plans(options: SwarmOptions) -> tuple[SwarmPlan, list[SwarmPlan]]:
     best = max(plan.tokens_per_second for plan in found)
     chosen = next(plan for plan in found if plan.tokens_per_second >= NEARLY * best)
     return chosen, sorted(found, key=lambda plan: -plan.tokens_per_second)
+
+
+def settings_of(options: SwarmOptions, boundary: str, stages: int) -> Settings:
+    """What a planned swarm is begun with."""
+    tokenizer = {"tokenizer": options.tokenizer} if options.tokenizer else {}
+    return Settings.of(
+        model=options.model,
+        sequence_length=options.sequence_length,
+        swarm=True,
+        stages=stages,
+        batch_size=options.micro_batch * IN_FLIGHT * stages,
+        boundary=boundary,
+        precision=options.precision,
+        recompute=options.recompute,
+        **tokenizer,
+    )
+
+
+def _possible(options: SwarmOptions) -> list[str]:
+    """The boundaries that a swarm may have with this model. Raises UserError where there is none."""
+    possible, refused = [], None
+    for boundary in options.boundary_names:
+        settings = settings_of(options, boundary, options.stages or 2)
+        try:
+            check(settings.island, settings.made_workload(), settings.run.seed)
+            possible.append(boundary)
+        except UserError as error:
+            refused = error
+    if refused and not possible:
+        raise refused
+    return possible
 
 
 def _of_boundary(boundary: str, model: Architecture, cluster: Cluster, options: SwarmOptions) -> list[SwarmPlan]:
@@ -111,14 +140,7 @@ def _with_stages(
     stages: int, boundary: str, model: Architecture, cluster: Cluster, options: SwarmOptions
 ) -> SwarmPlan | None:
     """None where some stage has no worker."""
-    island = IslandSettings(
-        batch_size=options.micro_batch * IN_FLIGHT * stages,
-        microbatches=IN_FLIGHT * stages,
-        stages=stages,
-        boundary=boundary,
-        precision=options.precision,
-        recompute=options.recompute,
-    )
+    island = settings_of(options, boundary, stages).island
     length, spans = options.sequence_length, model.spans(stages)
     memory = [
         BYTES_A_PARAMETER * sum(part.parameters for part in model.parts(span))
@@ -235,7 +257,7 @@ def _capacity(kinds: Counter[Kind], stage: int) -> float:
     return sum(rate.speed * count for rate, count in _rates(kinds, stage))
 
 
-def told(chosen: SwarmPlan, plans: Sequence[SwarmPlan], model: str) -> list[str]:
+def told(chosen: SwarmPlan, plans: Sequence[SwarmPlan], options: SwarmOptions) -> list[str]:
     """The plans in lines: each boundary's best, and where the chosen one cuts the model."""
     wide = max(len("boundary"), *(len(plan.boundary) for plan in plans))
     lines = [f"{'boundary':{wide}}  stages    tokens/s  limited by"]
@@ -252,12 +274,12 @@ def told(chosen: SwarmPlan, plans: Sequence[SwarmPlan], model: str) -> list[str]
         lines.append(f"  too small for a stage: {_named(chosen.left)}; more --stages are smaller ones")
     if chosen.slow:
         lines.append(f"  better left out: {_named(chosen.slow)}; so slow that the others would wait for them")
+    begins = flags(settings_of(options, chosen.boundary, len(chosen.spans)))
     return [
         *lines,
         "",
         "to begin it (add --data):",
-        f"  farflung invite --name NAME --swarm --stages {len(chosen.spans)} --model {model} "
-        f"--boundary {chosen.boundary} --ticket NAME.ticket",
+        f"  farflung invite --name NAME --ticket NAME.ticket {begins}",
     ]
 
 

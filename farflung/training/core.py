@@ -73,7 +73,7 @@ def check_core(settings: Settings) -> None:
         "published weights (--pretrained)": getattr(settings.workload, "pretrained", False),
     }.items():
         if why:
-            raise UserError(f"core is {given.core}, which goes with no {what}; leave one of them out")
+            raise UserError(f"core is {given.core}, which does not go with {what}; leave one of them out")
     if method.outer is None or method.dealing:
         raise UserError(
             f"core is {given.core}, whose rest and core have rounds of their own, and method {settings.rounds.method} "

@@ -24,6 +24,7 @@ from farflung.networks.listening import ListenAddress
 from farflung.networks.peers.ticket import NobodyAnswersError, Ticket
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.boundaries import boundary_named
+from farflung.pipeline.check import check_stepping
 from farflung.settings import RunSettings, Settings
 from farflung.signals import Interrupt, on_stop_signals
 from farflung.training import beginning, island, launch, observing, seats
@@ -101,6 +102,7 @@ def check_for_internet(settings: Settings, local: ListenAddress | None = None) -
         raise UserError("a peer on the internet computes where its weights are; leave out --offload")
     if own.gateway and not own.divided:
         raise UserError("gateway is for a peer of several processes, and this one is alone; leave it out")
+    check_stepping(own)
     if own.divided and boundary_named(own.boundary)[0]:
         raise UserError(
             f"with boundary {own.boundary} the stages decide which weights exist, and peers differ in them; choose "
