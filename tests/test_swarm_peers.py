@@ -254,6 +254,14 @@ def test_a_peer_too_small_for_any_stage_is_told_what_it_lacks(tmp_path: Path) ->
     assert seats.stages_within_reach(settings, settings, tmp_path) == [1], "it comes back to its own"
 
 
+@pytest.mark.parametrize("kept", [b"2\n", b"", b"-1", b"\xff", b"1 0"])
+def test_a_folder_of_no_stage_of_the_run_is_refused(kept: bytes, tmp_path: Path) -> None:
+    settings = Settings.of(**SHARED, network="internet")
+    (tmp_path / "stage").write_bytes(kept)
+    with pytest.raises(UserError, match="names none of this run's 2 stages; choose another folder with --out"):
+        seats.stages_within_reach(settings, settings, tmp_path)
+
+
 def test_only_a_swarm_is_exported_by_its_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

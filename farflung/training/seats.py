@@ -68,7 +68,7 @@ def stages_within_reach(settings: Settings, shared: Settings, folder: Path) -> l
         return []
     _refuse_other_microbatches(settings, shared)
     kept, sizes, room = folder / "stage", _stage_bytes(settings), _room(settings.run.device)
-    wanted = [int(kept.read_text("utf-8"))] if kept.exists() else list(range(len(sizes)))
+    wanted = _served_before(kept, len(sizes)) if kept.exists() else list(range(len(sizes)))
     able = [stage for stage in wanted if sizes[stage] <= room]
     if not able:
         least = min(sizes[stage] for stage in wanted)
@@ -78,6 +78,16 @@ def stages_within_reach(settings: Settings, shared: Settings, folder: Path) -> l
             f"some, or {remedy}"
         )
     return able
+
+
+def _served_before(kept: Path, stages: int) -> list[int]:
+    """The stage that a run folder is of. Raises UserError where there is no such stage."""
+    with disk_errors(f"read {kept}", "choose another folder with --out"):
+        told = kept.read_bytes().strip()
+    found = [stage for stage in range(stages) if told == str(stage).encode()]
+    if not found:
+        raise UserError(f"{kept} names none of this run's {stages} stages; choose another folder with --out")
+    return found
 
 
 def furthest(network: InternetNetwork) -> int:
