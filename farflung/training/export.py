@@ -64,6 +64,7 @@ def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]
 
 def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
     """What the living peers of a ticket's swarm have."""
+    from farflung.networks.peers.ticket import NobodyAnswersError
     from farflung.training.gathering import whole_swarm
     from farflung.training.onlooker import ticket_in
     from farflung.training.peer import model_of, ticket_settings
@@ -74,7 +75,11 @@ def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
         raise UserError(f"{ticket.name} is no swarm: each of its peers has all of the model; export one's run folder")
     if best:
         raise UserError("no peer of a swarm has all of a checkpoint to judge; leave out --best")
-    return settings, *whole_swarm(ticket, settings, model_of(settings))
+    try:
+        return settings, *whole_swarm(ticket, settings, model_of(settings))
+    except NobodyAnswersError as error:
+        heads = "at a run's end the run folders of those that served stage 0 have all stages: export one of these"
+        raise UserError(f"{error}; {heads}") from error
 
 
 def _ordinary(settings: Settings, workload: Workload, weights: dict[str, Any], alone: bool) -> dict[str, Any]:

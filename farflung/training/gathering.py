@@ -52,6 +52,9 @@ def whole_swarm(ticket: Ticket, settings: Settings, model: tuple[str, int]) -> t
             step = gather(cast("InternetNetwork", network), settings, Path(scratch))
         except (PeerLostError, TimeoutError) as error:
             raise UserError(f"not every stage of {ticket.name} can be had now: {error}; try again soon") from error
+        except OSError as error:
+            remedy = "make room, or have TMPDIR name a folder with more"
+            raise UserError(f"cannot write to {scratch}: {error.strerror}; {remedy}") from error
         return whole_weights(checkpoint.averages(Path(scratch))), f"what the swarm's peers had at step {step}"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from farflung.errors import UserError
 from farflung.networks.peers.ticket import Ticket
+from farflung.training.events import join_command
 from farflung.training.onlooker import parts_for, ticket_in
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def with_newer_addresses(ticket: Ticket, kept: Path) -> Ticket:
         return ticket
     known = ticket_in(kept)
     if known.secret != ticket.secret:
-        raise UserError(f"{kept.parent} holds another run ({known.name}); choose another folder with --out")
+        raise UserError(
+            f"{kept.parent} holds another run ({known.name}), which goes on with: {join_command(kept.parent)}; choose "
+            "another folder with --out"
+        )
     return ticket.at(tuple(dict.fromkeys((*ticket.addresses, *known.addresses))))
 
 
