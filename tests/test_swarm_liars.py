@@ -84,6 +84,29 @@ def test_a_liar_among_a_stages_peers_changes_no_step(lies: Any, seed: int) -> No
     assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], 6, 6)[0])
 
 
+@pytest.mark.parametrize("lie", [lambda packet: packet[:, :2], lambda packet: packet * torch.nan], ids=["shape", "nan"])
+def test_a_microbatch_whose_activations_somebody_spoils_is_run_again_by_others(lie: Any) -> None:
+    swarm, liar = Swarm([2, 2, 2], OPTIMIZERS["adamw"], random.Random(0), patience=30.0), 2
+    spoilt: list[Microbatch] = []
+
+    async def trained() -> None:
+        training = asyncio.ensure_future(train(swarm, 6, 6, []))
+        await asyncio.sleep(0)
+        true = swarm.works[liar].forward
+
+        def forward(one: Forward) -> Any:
+            spoilt.append(one.microbatch)
+            return lie(true(one))
+
+        swarm.works[liar].forward = forward  # type: ignore[method-assign]
+        await training
+
+    run_in_virtual_time(trained())
+    heads = [swarm.post.peers[head] for head in range(2)]
+    assert spoilt and sum(head.struck.get("late", 0) for head in heads) > 0, "it has delivered nothing"
+    assert_equal(swarm, alone(3, OPTIMIZERS["adamw"], 6, 6)[0])
+
+
 def test_a_later_leader_is_followed_and_none_that_nobody_could_follow() -> None:
     swarm = Swarm([1, 1], OPTIMIZERS["sgd"], random.Random(0))
 
