@@ -1,4 +1,4 @@
-"""The weights of a whole swarm, from the peers that have its stages."""
+"""What peers have of a run: all of a swarm's weights, from those that serve its stages; or nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from patience import patience
 from processes import free_port
+from test_internet import Run
 from torch import Tensor
 
 from farflung.errors import UserError
+from farflung.events import WarningEvent, events_in
 from farflung.hooks.trained import trainable
 from farflung.networks import SharedState
 from farflung.networks.internet import Identity, InternetNetwork, Peers, newcomer_info
@@ -23,8 +25,11 @@ from farflung.pipeline.division import divisible, division_of
 from farflung.settings import Settings
 from farflung.swarm.states import given
 from farflung.testing.peers import write_ticket
+from farflung.training import launch
 from farflung.training.gathering import whole_swarm
+from farflung.training.island import coordination
 from farflung.training.peer import model_of
+from farflung.training.trainer import Trainer
 
 SHARED = {"swarm": True, "stages": 2, "model": "micro", "batch_size": 4, "method": "noloco"}
 
@@ -78,3 +83,22 @@ def test_a_swarms_model_is_gathered_from_who_serves_its_stages_where_there_is_ro
     finally:
         for network in networks:
             network.close()
+
+
+@pytest.mark.slow
+def test_who_goes_on_with_what_nobody_has_says_that_it_begins_anew(tmp_path: Path) -> None:
+    """As a peer that takes over a stage of which all copies are gone, where one with a checkpoint may come back."""
+    run, length = Run(tmp_path), {"sequence_length": 16, "max_tokens": 50_000, "eval_sequences": 2}
+    settings = Settings.of(network="internet", model="micro", method="noloco", steps=1, batch_size=2, **length)
+    try:
+        launch.prepare(settings, tmp_path, False)
+        whole = coordination(None, settings.figure)
+        trainer = Trainer(settings, run.join(), tmp_path, whole, torch.device("cpu"))
+        with trainer.stop.listening():
+            trainer.train(catch_up=True)
+        trainer.log.events.close()
+    finally:
+        run.close()
+    (path,) = (tmp_path / "events").iterdir()
+    told = [event.message for event in events_in(path.read_bytes(), str(path))[0] if isinstance(event, WarningEvent)]
+    assert any("no other peer has the run's state; this one begins anew: stop it" in one for one in told)

@@ -389,7 +389,8 @@ class Trainer:
             self.progress.step = session.step
             self.log.joined(self.network.now() - began)
         else:
-            self.log.warn("no other peer has the run's state; this one resumes from its own")
+            own = "resumes from its own" if self.step else "begins anew: stop it if one that has it can come back"
+            self.log.warn(f"no other peer has the run's state; this one {own}")
 
     def _after_round(self, ended: Round) -> None:
         self.progress.rounds += ended.held
