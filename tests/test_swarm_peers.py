@@ -37,6 +37,7 @@ from farflung.swarm.states import given as given_by_cells
 from farflung.swarm.states import weights_in
 from farflung.testing.peers import join_network, write_ticket
 from farflung.training import seats
+from farflung.training.beginning import write_settings
 from farflung.training.checkpoint import read
 from farflung.training.launch import check_settings
 from farflung.workloads.models import within_documents
@@ -268,6 +269,15 @@ def test_only_a_swarm_is_exported_by_its_ticket(
     write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", free_port(), "plain", model="micro")
     assert run_here(monkeypatch, tmp_path, "export", "run.ticket", "model") == 2
     assert "plain is no swarm: each of its peers has all of the model" in capsys.readouterr().err
+
+
+def test_nobody_has_a_swarms_best_checkpoint(
+    ticket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(Settings.of(**SHARED, network="internet"), ticket.parent / "head")
+    for one in ("run.ticket", "head"):
+        assert run_here(monkeypatch, ticket.parent, "export", one, "model", "--best") == 2
+        assert "no peer of a swarm has all of a checkpoint to judge; leave out --best" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def _of_folder(folder: Path, best: bool) -> tuple[Settings, dict[str, Any], str]
             f"{_own_weights(folder)}"
         )
     settings = read_settings(folder / "config.toml")
+    _refuse_best(settings, best)
     if settings.island.swarm and not checkpoint.averages(folder):
         return _of_swarm(folder / "run.ticket", best)
     return settings, *(_best(folder, settings) if best else _averaged(folder, settings))
@@ -73,13 +74,17 @@ def _of_swarm(path: Path, best: bool) -> tuple[Settings, dict[str, Any], str]:
     settings = ticket_settings(ticket)
     if not settings.island.swarm:
         raise UserError(f"{ticket.name} is no swarm: each of its peers has all of the model; export one's run folder")
-    if best:
-        raise UserError("no peer of a swarm has all of a checkpoint to judge; leave out --best")
+    _refuse_best(settings, best)
     try:
         return settings, *whole_swarm(ticket, settings, model_of(settings))
     except NobodyAnswersError as error:
         heads = "at a run's end the run folders of those that served stage 0 have all stages: export one of these"
         raise UserError(f"{error}; {heads}") from error
+
+
+def _refuse_best(settings: Settings, best: bool) -> None:
+    if best and settings.island.swarm:
+        raise UserError("no peer of a swarm has all of a checkpoint to judge; leave out --best")
 
 
 def _ordinary(settings: Settings, workload: Workload, weights: dict[str, Any], alone: bool) -> dict[str, Any]:
