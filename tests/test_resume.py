@@ -209,6 +209,15 @@ def test_what_torchrun_starts_again_goes_on_with_what_it_began_and_nothing_else(
 
 
 @pytest.mark.slow
+def test_who_trains_by_itself_stops_though_its_next_step_does_not_come() -> None:
+    """As a swarm's peer whose steps all take together, when the others have stopped before it."""
+    stop = Stop(HashStore(), [0], [0])
+    with stop.listening():
+        assert not stop.due_after(0, 501)
+        stop.request()
+        assert stop.due_after(0, 501)
+
+
 def test_a_wish_to_stop_reaches_all_and_nobody_passes_the_step() -> None:
     """Processes that train at paces of their own; one of them is told to stop, once it has gone some way."""
     store = HashStore()
