@@ -177,6 +177,7 @@ def memory(options: Options, store: Store) -> Iterator[Check]:
         "microbatches": 2,
         "sequence_length": 32,
         "lr": 1e-3,
+        "inner": "adamw",
     }
     given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": None}
     whole = _alone(given, store.scratch / "memory" / "whole").peak_mb
