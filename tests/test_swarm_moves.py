@@ -13,10 +13,12 @@ from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm.letters import Microbatch
 from farflung.swarm.lives import Lives, share_of_optimal
 from farflung.swarm.moves import (
+    GOES_SECONDS,
     STAY_SECONDS,
     STEADY_SECONDS,
     Restlessness,
     Standing,
+    Successors,
     capacities,
     next_move,
     share_under_way,
@@ -34,6 +36,22 @@ SWARMS = st.dictionaries(
     min_size=1,
     max_size=9,
 )
+
+
+def test_who_cannot_take_an_empty_stage_over_is_passed_by_and_who_is_on_its_way_is_waited_for() -> None:
+    successors, peers = Successors(), {0: Standing(0), 1: Standing(0), 2: Standing(1), 3: Standing(1)}
+
+    def due(now: float, gone: int = -1) -> int | None:
+        move = successors.move({one: at for one, at in peers.items() if one != gone}, 3, now)
+        assert move is None or move.stage == 2
+        return move.peer if move else None
+
+    assert [due(100.0), due(100.0 + GOES_SECONDS - 1)] == [0, 0]
+    assert due(100.0 + GOES_SECONDS) == 1, "0 stays, so it has not the memory"
+    assert due(101.0 + GOES_SECONDS, gone=1) is None, "it is on its way"
+    assert due(100.0 + 2 * GOES_SECONDS, gone=1) == 2, "it does not come"
+    successors.clear()
+    assert due(1000.0) == 0
 
 
 def test_a_quick_head_has_more_microbatches_under_way_and_none_can_take_the_others_theirs() -> None:

@@ -21,7 +21,7 @@ from farflung.pipeline.island import Ledger
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.swarm.copies import Copies
 from farflung.swarm.letters import LostError, ledger_of
-from farflung.swarm.moves import MoveError, Restlessness, Standing, next_move
+from farflung.swarm.moves import MoveError, Restlessness, Standing, Successors
 from farflung.swarm.seat import Seat, told
 from farflung.swarm.states import given
 from farflung.swarm.work import Learnt
@@ -104,6 +104,7 @@ class SwarmIsland:
         self._copies = Copies(seat.network, seat.stages, end.copies, end.copy_every, self._keeps_copies)
         self._pace, self._able = pace, end.able
         self._restless = Restlessness(rank, seat.stages, time.monotonic())
+        self._successors = Successors()
         self._serving = self._stepping = self._ended = False
         self._loss = math.nan
         self._judged: Score | None = None
@@ -251,6 +252,7 @@ class SwarmIsland:
             looked = now
             if not (unmanned := self._unmanned()):
                 manned = now
+                self._successors.clear()
             elif now > manned + UNMANNED_SECONDS:
                 self._take_over(unmanned)
             if now > began + self._deadline_s:
@@ -276,7 +278,8 @@ class SwarmIsland:
         """Raises MoveError where this peer is to serve one of these stages: all who know the same peers agree."""
         rank, stages = self._network.rank, self.settings.stages
         there = {one.rank: one.stage for one in self._seat.everyone()} | {rank: self._seat.stage}
-        move = next_move({one: Standing(stage) for one, stage in there.items()}, stages)
+        peers = {one: Standing(stage) for one, stage in there.items()}
+        move = self._successors.move(peers, stages, time.monotonic())
         if move and move.peer == rank and move.stage in unmanned and move.stage in self._able:
             raise MoveError(move.stage, "has nobody")
         if self._told != unmanned:

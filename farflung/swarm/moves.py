@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,6 +12,8 @@ BYTES_A_PARAMETER = 40
 optimizers' states, anchors, and what a step makes besides (Muon's two, or a message); float32 each."""
 STEADY_SECONDS, STAY_SECONDS = 120.0, 300.0
 """For so long a move must have been the best one; and so long a peer serves a stage before it moves."""
+GOES_SECONDS = 20.0
+"""For so long one that is to take a stage over may take to be there."""
 WORTH = 0.05
 """A move must raise what the whole swarm does by this part, since the mover fetches its new stage's state first."""
 
@@ -81,8 +83,10 @@ def stage_for_newcomer(peers: Mapping[int, Standing], stages: int, able: Sequenc
     return min(range(stages) if able is None else able, key=lambda stage: found[stage])
 
 
-def next_move(peers: Mapping[int, Standing], stages: int) -> Move | None:
+def next_move(peers: Mapping[int, Standing], stages: int, without: Collection[int] = ()) -> Move | None:
     """The move that helps most; None where none is worth it. All who know the same peers find the same move.
+
+    Those `without` stay where they are.
 
     SWARM (arXiv 2301.11913) moves a peer of the stage with the shortest queues to the one with the longest. A queue is
     what remains of the difference of two stages' capacities after a while, so we compare these at once, and also see
@@ -95,13 +99,45 @@ def next_move(peers: Mapping[int, Standing], stages: int) -> Move | None:
         return None
     counts = Counter(one.stage for one in peers.values())
     least = 2 if counts[needy] else 1
-    alike = {(one.stage, one.speed): peer for peer, one in sorted(peers.items(), reverse=True)}
+    movable = [(peer, one) for peer, one in sorted(peers.items(), reverse=True) if peer not in without]
+    alike = {(one.stage, one.speed): peer for peer, one in movable}
     best = None
     for (stage, speed), peer in sorted(alike.items()):
         after = min(found[stage] - speed, found[needy] + speed)
         if stage != needy and counts[stage] > least and after > helped:
             best, helped = Move(peer, needy), after
     return best
+
+
+class Successors:
+    """Who is to take over a stage that nobody serves: the best mover, and where it does not go, the next best.
+
+    It may lack the memory, or hang. While one that was to go is gone, it is on its way, and nobody else goes.
+    """
+
+    def __init__(self) -> None:
+        self._due: Move | None = None
+        self._since = 0.0
+        self._passed: set[int] = set()
+
+    def move(self, peers: Mapping[int, Standing], stages: int, now: float) -> Move | None:
+        """The move that is due at so many seconds, by what is known of all peers."""
+        late = now >= self._since + GOES_SECONDS
+        if self._due and self._due.peer not in peers and not late:
+            return None
+        if self._due and late:
+            self._passed.add(self._due.peer)
+        move = next_move(peers, stages, self._passed)
+        if move is None:
+            self._passed.clear()
+        if move != self._due:
+            self._due, self._since = move, now
+        return move
+
+    def clear(self) -> None:
+        """All stages have somebody."""
+        self._due = None
+        self._passed.clear()
 
 
 class Restlessness:
