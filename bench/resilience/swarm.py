@@ -22,7 +22,7 @@ from bench.lib.hardship import Check, check, checks
 from bench.lib.store import Store
 from bench.lib.swarms import Seating, judged, keep_events, learnt, lived, lives, swarm, timed
 from bench.lib.table import Part
-from farflung.events import Event, LearntEvent, StepEvent
+from farflung.events import Event, LearntEvent, StepEvent, events_in
 from farflung.testing.peers import PeerProcess, PeerProcesses
 from farflung.testing.waiting import until
 
@@ -180,16 +180,19 @@ def memory(options: Options, store: Store) -> Iterator[Check]:
         "inner": "adamw",
     }
     given |= {"max_tokens": 200_000, "eval_sequences": 2, "steps": 12, "method": "local", "every": None}
-    whole = _alone(given, store.scratch / "memory" / "whole").peak_mb
+    found = _alone(given, store.scratch / "alone")
+    if found.failed:
+        raise RuntimeError(f"the whole model does not train: {found.said}")
+    whole = found.peak_mb
     seats = [Seating(stage, max_mb=whole / 3) for stage in range(options.large_stages)]
     with swarm(store, "memory", seats, **given) as peers:
         _end(peers, 2 * ENDS_S)
-        found = [event.loss for event in peers[0].events(StepEvent) if event.loss is not None]
+        losses = [event.loss for event in peers[0].events(StepEvent) if event.loss is not None]
         peak = max(event.peak_memory or 0 for peer in peers for event in peer.events(StepEvent)) / 1e6
     what = f"{options.large}: one process takes {whole:.0f} MB; {options.large_stages} peers that may hold a third"
-    told = f"loss {found[0]:.2f} to {found[-1]:.2f}, at most {peak:.0f} MB each"
-    yield check(what, told, "trains", found[-1] < found[0])
-    alone = _alone(given, store.scratch / "memory" / "alone", whole / 3)
+    told = f"loss {losses[0]:.2f} to {losses[-1]:.2f}, at most {peak:.0f} MB each"
+    yield check(what, told, "trains", losses[-1] < losses[0])
+    alone = _alone(given, store.scratch / "limited", whole / 3)
     yield check("one process with the whole model, under the same limit", alone.said, "is refused", alone.failed)
 
 
@@ -206,18 +209,17 @@ def _alone(given: dict[str, Any], out: Path, most_mb: float = 0.0) -> _Alone:
     """Trains the whole model in one process, which may hold so much (RLIMIT_DATA), if that is limited."""
     flags = [text for name, value in given.items() if value is not None for text in _flag(name, value)]
     limit = f"resource.setrlimit(resource.RLIMIT_DATA, ({int(most_mb * 1e6)},) * 2)" if most_mb else "pass"
-    code = f"""import resource, sys
+    code = f"""import resource
 {limit}
 from farflung.cli import main
-try:
-    main()
-finally:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+main()
 """
     command = [sys.executable, "-c", code, "train", "--replicas", "1", *flags, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_S)
     said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:100]
-    return _Alone(int(done.stdout.split()[-1]) * 1024 / 1e6, done.returncode != 0, said)
+    steps = (event for file in out.glob("events/*") for event in events_in(file.read_bytes(), str(file))[0])
+    peak = max((event.peak_memory or 0 for event in steps if isinstance(event, StepEvent)), default=0)
+    return _Alone(peak / 1e6, done.returncode != 0, said)
 
 
 def _flag(name: str, value: object) -> list[str]:
