@@ -124,6 +124,7 @@ def test_processes_train_dealt_tables_as_simulated_replicas_do(tmp_path: Path, d
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"tables": "copied", "crossing": "rows-int4"}, "no tables are dealt out; add --tables dealt, or leave it out"),
         ({"crossing": "int4"}, "crossing is 'int4'; give rows, rows-int8"),
         ({"crossing": "topmost"}, "crossing is 'topmost'; give rows"),
         ({"crossing": "rows-int9"}, "int9"),

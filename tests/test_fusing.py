@@ -140,11 +140,14 @@ def test_it_is_refused_where_there_are_no_pseudo_gradients() -> None:
         "ddp": "there are none",
         "ist": "there are none",
         "eager-diloco": "eager takes",
-        "sparta": "merge 'sent'",
+        "sparta": "Sampled",
+        "sparseloco": "ErrorFeedback",
     }
     for name, why in refused.items():
         with pytest.raises(UserError, match=rf"^fuse is 'rda', which is for pseudo-gradients, and {why}[^\n]*leave"):
             Settings.of(method=name, fuse="rda").method()
+    with pytest.raises(UserError, match="sends some of the values, which would get the length of all"):
+        Settings.of(method="diloco", codec="random0.5", fuse="rda").method()
     with pytest.raises(UserError, match="receiver's own"):
         replace(methods.diloco(codec=Modulo(bits=4), group_size=2), fuse="rda")
     model = nn.Linear(2, 2)

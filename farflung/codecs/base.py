@@ -31,6 +31,7 @@ class Traits:
         remembers: a packet depends on messages before it.
         omits_zeros: noughts cost it next to nothing, so that a message of few values is small.
         feeds_back: what a packet leaves out is added to the next message.
+        sparse: a packet holds some of the values, and the others come back as 0.
         halves: of the codecs of a message's two halves, where each has one of its own.
     """
 
@@ -41,6 +42,7 @@ class Traits:
     remembers: bool = False
     omits_zeros: bool = False
     feeds_back: bool = False
+    sparse: bool = False
     halves: tuple[Traits, Traits] | None = None
 
     @property
@@ -133,7 +135,7 @@ class Compound(Codec):
         """Those of all parts together."""
         each = [vars(part.traits) for part in self.parts]
         of_all = "lossless", "composable", "fixed_length"
-        of_any = "needs_receiver", "remembers", "omits_zeros", "feeds_back"
+        of_any = "needs_receiver", "remembers", "omits_zeros", "feeds_back", "sparse"
         found: dict[str, Any] = {name: all(one[name] for one in each) for name in of_all}
         return Traits(**found | {name: any(one[name] for one in each) for name in of_any})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Name, share_of
+from farflung.codecs.base import Name, Traits, share_of
 from farflung.codecs.chain import Transform
 from farflung.codecs.flat import by_kind, expected, in_order, joined
 from farflung.errors import UserError
@@ -28,6 +28,9 @@ class Sampled(Transform):
     """
 
     share: float = 0.005
+
+    traits = Traits(sparse=True)
+
     _round: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

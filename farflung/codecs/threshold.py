@@ -41,7 +41,7 @@ class Threshold(Transform):
 
     share: float = 0.01
     refresh: int = 1000
-    traits = Traits(fixed_length=False, remembers=True, omits_zeros=True)
+    traits = Traits(fixed_length=False, remembers=True, omits_zeros=True, sparse=True)
     _thresholds: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
     _age: int = field(default=0, init=False, repr=False, compare=False)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farflung.codecs.base import Name, share_of
+from farflung.codecs.base import Name, Traits, share_of
 from farflung.codecs.bits import pack_bits, unpack_bits
 from farflung.codecs.chain import Transform
 from farflung.codecs.chunks import chunks_of, cut, separate, together, totals
@@ -33,6 +33,8 @@ class TopK(Transform):
 
     share: float = 0.02
     chunk: int = 4096
+
+    traits = Traits(sparse=True)
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:

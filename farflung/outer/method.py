@@ -96,12 +96,13 @@ class Method:
                 f"codec {self.codec!r} reads messages by the receiver's own values, so that replicas which must end "
                 "alike would drift apart; use it with noloco or in groups, or choose another codec, such as int4"
             )
-
         if self.merge.only_sent and self.codec.traits.feeds_back:
             raise UserError(
                 f"merge 'sent' leaves in the weights what was not sent, and {self.codec!r} feeds it back, so that it "
                 "would count twice; choose a codec without feedback, such as topk2-int2, or another merge"
             )
+        if self.merge.turn and not self.schedule.delay:
+            raise UserError("merge 'turned' is for rounds that are late, and delay is 0; give a delay, or leave it out")
         if self.momentum and self.outer is None:
             raise UserError("an outer momentum is to change, and this method has no outer optimizer; leave it out")
         if self.fuse != "mean":
@@ -111,7 +112,7 @@ class Method:
         faults = {
             "there are none: gradients, or units, are exchanged": self.outer is None or self.dealing is not None,
             "eager takes a replica's own part out of the mean again": self.merge.eager,
-            "merge 'sent' would give the few values that were sent the length of all": self.merge.only_sent,
+            f"{self.codec!r} sends some of the values, which would get the length of all": self.codec.traits.sparse,
             f"{self.codec!r} reads messages by the receiver's own": self.codec.traits.needs_receiver,
         }
         for why in (why for why, holds in faults.items() if holds):

@@ -27,6 +27,8 @@ def crossing_of(workload: Workload) -> str:
 def check_tables(settings: Settings) -> None:
     """Refuses dealt tables where replicas do not take all steps together. Raises UserError."""
     if not (crossing := crossing_of(settings.made_workload())):
+        if chosen := settings.changes().get("crossing"):
+            raise UserError(f"crossing is {chosen!r}, but no tables are dealt out; add --tables dealt, or leave it out")
         return
     crossing_named(crossing)
     island, elastic = settings.island, settings.network.kind.elastic or settings.network.independent
