@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[], Method]] = {
     "sent": lambda: methods.diloco(every=4, delay=2, merge="sent", codec="random20", outer_lr=1.0, outer_momentum=0.0),
     "sparta": lambda: methods.sparta(codec="random10"),
     "gasloc": lambda: methods.gasloc(every=4),
+    "factored gossip": lambda: methods.factored_gossip(every=4),
     "outer momentum": lambda: replace(methods.diloco(every=4), momentum=MomentumSchedule(0.8, 6, 0.2, STEPS)),
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from farflung.lazy import homes_of
 from farflung.methods.averaged import diloco, dilocox, eager_diloco, sparseloco, sparta, streaming_diloco
-from farflung.methods.gossip import gasloc, noloco, nolocox
+from farflung.methods.gossip import factored_gossip, gasloc, noloco, nolocox
 from farflung.methods.gradients import ddp, demo, dynamic_threshold
 from farflung.methods.recipes import RECIPES, defaults_of
 from farflung.methods.settings import RoundSettings, chosen
@@ -30,6 +30,7 @@ __all__ = [
     "dilocox",
     "dynamic_threshold",
     "eager_diloco",
+    "factored_gossip",
     "gasloc",
     "ist",
     "local",

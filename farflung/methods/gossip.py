@@ -70,6 +70,22 @@ def gasloc(
     )
 
 
+def factored_gossip(
+    every: int | str = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    group_size: int = 2,
+    codec: Codec | str | None = None,
+    seed: int = 0,
+) -> Method:
+    """Averages in random pairs, which wait, and of anchors among all, beside the next steps, for which nobody waits.
+
+    Paper: Hewa Koneputugodage and others 2026, arXiv 2606.22768
+    """
+    pairs = noloco(every, outer_lr, outer_momentum, 1.0, group_size, codec=codec, seed=seed)
+    return replace(pairs, companions=(outer.MixedAnchors(),))
+
+
 def nolocox(
     every: int | str = 125,
     outer_lr: float = 0.7,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from farflung import outer
 from farflung.methods.averaged import diloco, dilocox, eager_diloco, sparseloco, sparta, streaming_diloco
-from farflung.methods.gossip import gasloc, noloco, nolocox
+from farflung.methods.gossip import factored_gossip, gasloc, noloco, nolocox
 from farflung.methods.gradients import ddp, demo, dynamic_threshold
 from farflung.methods.weights import ist, local, random_tma, resist, super_tma
 from farflung.registry import Registry
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from farflung.outer import Method
 
 _ALL = (
-    *(noloco, nolocox, gasloc, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, sparta),
+    *(noloco, nolocox, gasloc, factored_gossip, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco, sparta),
     *(demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
 )
 

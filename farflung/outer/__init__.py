@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from farflung.hooks.start import DisagreementError
     from farflung.outer.adaptation import Adapt
     from farflung.outer.averaging import Way
+    from farflung.outer.companions import Along, Companion
     from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
     from farflung.outer.elastic import ElasticLoop
     from farflung.outer.faults import DivergedError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from farflung.outer.loop import OuterLoop
     from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
     from farflung.outer.method import Method
+    from farflung.outer.mixing import MixedAnchors
     from farflung.outer.momentum import MomentumSchedule
     from farflung.outer.optimizers import (
         Average,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapt",
+    "Along",
     "Average",
+    "Companion",
     "DisagreementError",
     "DivergedError",
     "Drop",
@@ -52,6 +56,7 @@ __all__ = [
     "Merge",
     "Method",
     "Mix",
+    "MixedAnchors",
     "MomentumSchedule",
     "Options",
     "Outcome",

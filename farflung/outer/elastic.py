@@ -194,7 +194,7 @@ class ElasticLoop(OuterLoop):
         lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
         even = self._options["weighting"] == "even"
         weight = 0.0 if offer.fault else 1.0 if even else sync.trained * self._options["step_weight"]
-        began, follows = self.network.now(), self._side.following(message)
+        began, follows = self.network.now(), self.side.following(message)
         return Exchange(began, self._elastic.meet(group, key, self.step, weight, lineage, average))
 
     def _lineage(self, fragment: int) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from farflung.networks import Finished, Group, Pending
+from farflung.networks import Finished, Group, Network, Pending
 from farflung.networks.base import fact_in, fact_packet
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.beside import Beside, Follows
+from farflung.outer.beside import Beside, Follows, SideStream
 from farflung.outer.columns import Column, Message
 from farflung.outer.healing import differ
 from farflung.outer.outcomes import Result
 from farflung.outer.pending import Together
+from farflung.outer.round import PendingRound
 
 
 @dataclass
@@ -61,6 +63,22 @@ class ColumnExchange:
         return result
 
 
+def facts_of(pending: PendingRound[Tensor, Exchange], result: Result) -> dict[str, Any]:
+    """What a round's exchange, and what it came to, tell of a Round."""
+    return {
+        "round": pending.round,
+        "fragment": pending.fragment,
+        "started_step": pending.started_step,
+        "started": pending.exchange.started_s,
+        "finished": pending.exchange.result.finished_at,
+        "group": result.group,
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "compression_error": result.compression_error,
+        "missing": result.missing,
+    }
+
+
 def weighed(meetings: Sequence[Meeting], own: float, deadline_s: float) -> list[Meeting]:
     """The meetings with what each member says that its message weighs; without, where all say the same.
 
@@ -103,6 +121,19 @@ def start_columns(
         return Result(message.flat, group, apart=tuple(name for result in results for name in result.apart))
 
     return Together(exchanges, now, joined), error
+
+
+def started(
+    start: Callable[[], tuple[Pending[Result], float]],
+    message: Message,
+    side: SideStream | None,
+    network: Network,
+    began: float,
+) -> Exchange:
+    """An exchange that starts now; of what a GPU has made, beside training, where a `side` is given for that."""
+    if side and message.flat.is_cuda and not network.timed:
+        return start_beside(start, side.following(message.flat), began, network.now)
+    return Exchange(began, *start())
 
 
 def start_beside(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from farflung.outer.beside import SideStream
 from farflung.outer.clock import Clock
 from farflung.outer.columns import Column, Message
 from farflung.outer.departures import has_left
-from farflung.outer.exchange import Compared, Exchange, start_beside, start_columns, weighed
+from farflung.outer.exchange import Compared, Exchange, facts_of, start_columns, started, weighed
 from farflung.outer.fragments import Weights
 from farflung.outer.fusing import radial_of
 from farflung.outer.healing import draw_together, sketch, stay_away
@@ -85,9 +85,10 @@ class OuterLoop(Session):
         parts = zip(self._rounds.syncs, self._averagings, strict=True)
         self._paces = [Pace(sync, averaging, method.adapt) for sync, averaging in parts]
         self._everyone = network.members()
-        self._side = SideStream()
+        self.side = SideStream()
         self._clock = Clock(setup.options["clock"] or network.now) if schedule.by_clock else None
         self._held = False  # whether a round has started in this step
+        self._companions = [companion.along(self) for companion in method.companions]
         self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
             self.undo.callback(unscaled_steps(optimizer))
@@ -148,8 +149,10 @@ class OuterLoop(Session):
         self.trained.check()
         self.trained.check_left_alone()
         self._look()
-        group = self._group(sync)
         averaging, weights = self._averagings[sync.index], self._weights[sync.index]
+        for companion in self._companions:
+            companion.before(sync, weights)
+        group = self._group(sync)
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
             averaging.set_reference(weights.fragment.message(weights.nothing()))
         offer = sync.offer(partial(self._fault, sync), len(group))
@@ -183,9 +186,7 @@ class OuterLoop(Session):
         averaging, apart = self._averagings[sync.index], sync.lost or sync.met not in ((), group)
         compare = partial(self._compare, sync.index, apart)
         start = partial(start_columns, message, group, columns, meetings, compare, averaging, self.network.now)
-        if sync.delay_steps and message.flat.is_cuda and not self.network.timed:
-            return start_beside(start, self._side.following(message.flat), began, self.network.now)
-        return Exchange(began, *start())
+        return started(start, message, self.side if sync.delay_steps else None, self.network, began)
 
     def _weighed(self, sync: Sync[Tensor], fault: str, meetings: list[Meeting], group: Group) -> list[Meeting]:
         """The meetings of a round, with messages' weights. Raises PeerLostError, also for members that have left."""
@@ -229,22 +230,15 @@ class OuterLoop(Session):
             sync.lost = True
             raise
         sync.lost |= result.outcome == Outcome.PEER_LOST
+        for companion in self._companions:
+            companion.after(sync, self._weights[sync.index], result)
         self.report(
             Round(
-                round=pending.round,
-                fragment=pending.fragment,
-                group=result.group,
-                started_step=pending.started_step,
+                **facts_of(pending, result),
                 step=self.step,
-                started=pending.exchange.started_s,
-                finished=pending.exchange.result.finished_at,
                 waited_from=waited_from,
                 landed=applied_at,
-                outcome=result.outcome,
-                reason=result.reason,
-                compression_error=result.compression_error,
                 effective_rank=effective_rank,
-                missing=result.missing,
                 share=share,
                 every=sync.every_steps if self.method.adapt else None,
             )
@@ -351,10 +345,14 @@ class OuterLoop(Session):
             warnings.warn(LATE_LOAD, stacklevel=4)
         while self._rounds.pending:
             self._apply(self._rounds.pending.pop(0), starts=False)
+        for companion, sync in product(self._companions, self._rounds.syncs):
+            companion.before(sync, self._weights[sync.index])
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""
         pending = [self._packed(pending) for pending in self._rounds.pending]
+        for companion, sync in product(self._companions, self._rounds.syncs):
+            companion.hold(sync, self._weights[sync.index])
         return {
             **super().state_dict(),
             **self._replica.state_dict(),

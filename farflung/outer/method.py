@@ -21,6 +21,7 @@ from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
+from farflung.outer.companions import Companion
 from farflung.outer.dealing import Dealing
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.fusing import Fuse
@@ -55,6 +56,7 @@ class Method:
         momentum: how the outer momentum changes while the run goes on; None leaves it as `outer` has it.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
+        companions: what goes along with rounds, such as MixedAnchors.
         dealing: what units of the model replicas deal out among them; None for replicas that train all of it.
         cut: how a graph is cut into the replicas' parts, where its settings do not say; "" trains on all of it.
     """
@@ -70,6 +72,7 @@ class Method:
     needs_inner: type[torch.optim.Optimizer] | None = None
     fuse: Fuse = "mean"
     momentum: MomentumSchedule | None = None
+    companions: tuple[Companion, ...] = ()
     dealing: Dealing | None = None
     cut: str = ""
     check_open = Formerly("check_elastic")
@@ -105,6 +108,8 @@ class Method:
             raise UserError("merge 'turned' is for rounds that are late, and delay is 0; give a delay, or leave it out")
         if self.momentum and self.outer is None:
             raise UserError("an outer momentum is to change, and this method has no outer optimizer; leave it out")
+        if self.companions and self.outer is None:
+            raise UserError(f"{self.companions[0]} goes along with rounds, and a method without `outer` has none")
         if self.fuse != "mean":
             self._check_fuse()
 
@@ -151,6 +156,8 @@ class Method:
                 "this method deals out one model among replicas that stay; on the internet use noloco or diloco"
             )
         faults = []
+        if self.companions:
+            faults.append(f"{type(self.companions[0]).__name__} needs replicas that stay; on the internet use noloco")
         if self.needs_equal_anchors and self.schedule.delay == self.schedule.every:
             faults.append(
                 "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "

@@ -330,6 +330,7 @@ class Session:
             "adaptation": method.adapt,
             "way of averaging": method.averaging if method.fuse == "mean" else f"{method.averaging}, {method.fuse}",
             "outer optimizer": type(self.outer).__name__,
+            **{type(companion).__name__: companion for companion in method.companions},
             "holders": self.holders,
             "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
         }

@@ -1,0 +1,33 @@
+"""What goes along with rounds: a method has any number of them, and a loop asks each at the same places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from farflung.outer.fragments import Weights
+    from farflung.outer.loop import OuterLoop
+    from farflung.outer.outcomes import Result
+    from farflung.outer.round import Sync
+
+
+class Along:
+    """One loop's companion: does nothing, wherever it is asked."""
+
+    def before(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """A fragment's round starts now, or there are no more of them."""
+
+    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
+        """A fragment's round was applied."""
+
+    def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """The state is about to be told: what is under way is waited for, and kept with the anchor."""
+
+
+class Companion(Protocol):
+    """A value that says what goes along with a method's rounds."""
+
+    def along(self, loop: OuterLoop) -> Along:
+        """What goes along with one loop's. Raises UserError where it cannot."""
