@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[], Method]] = {
     "sparta": lambda: methods.sparta(codec="random10"),
     "gasloc": lambda: methods.gasloc(every=4),
     "factored gossip": lambda: methods.factored_gossip(every=4),
+    "moments": lambda: methods.des_loc(every=2),
     "outer momentum": lambda: replace(methods.diloco(every=4), momentum=MomentumSchedule(0.8, 6, 0.2, STEPS)),
 }
 

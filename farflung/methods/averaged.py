@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farflung import codecs, outer
+from farflung.lazy import Later
 from farflung.methods.limits import codec_of, nesterov
 
 if TYPE_CHECKING:
+    from farflung import inner
     from farflung.codecs import Codec
     from farflung.outer import Method, Way
+else:
+    inner = Later("farflung.inner")
 
 
 def diloco(
@@ -83,6 +87,15 @@ def dilocox(
         merge=outer.merge_named(merge),
         adapt=outer.Adapt() if adapt else None,
     )
+
+
+def des_loc(every: int | str = 50) -> Method:
+    """Weights averaged among all, and the inner optimizer's moments, too, at every third and sixth round.
+
+    Paper: Iacob and others 2025, DES-LOC, arXiv 2505.22549
+    """
+    moments = outer.AveragedMoments((("exp_avg", 3), ("momentum_buffer", 3), ("exp_avg_sq", 6)))
+    return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, companions=(moments,))
 
 
 def sparta(every: int | str = 1, codec: Codec | str | None = None) -> Method:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
     from farflung.outer.method import Method
     from farflung.outer.mixing import MixedAnchors
+    from farflung.outer.moments import AveragedMoments
     from farflung.outer.momentum import MomentumSchedule
     from farflung.outer.optimizers import (
         Average,
@@ -39,6 +40,7 @@ __all__ = [
     "Adapt",
     "Along",
     "Average",
+    "AveragedMoments",
     "Companion",
     "DisagreementError",
     "DivergedError",

@@ -1,0 +1,61 @@
+"""Moments of inner optimizers, averaged at rhythms of their own, against a loop over replicas in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from problem import flat, inner_steps, small_model
+from torch import Tensor
+
+from farflung import methods
+from farflung.errors import UserError
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import AveragedMoments
+
+EVERY, STEPS, REPLICAS = 2, 26, 3
+RHYTHMS = {"exp_avg": 3, "exp_avg_sq": 6}
+
+
+def trained(rhythms: dict[str, int]) -> list[Tensor]:
+    """Replicas whose weights are averaged after each second step, and their moments at these rhythms."""
+    models = [small_model() for _ in range(REPLICAS)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inner_steps(model, optimizer, rank, range(step, step + 1))
+        if (step + 1) % EVERY:
+            continue
+        round = (step + 1) // EVERY
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            states = [optimizer.state[one] for optimizer, one in zip(optimizers, same, strict=True)]
+            kept = [[state[kind] for state in states] for kind, every in rhythms.items() if round % every == 0]
+            for tensors in ([one.data for one in same], *kept):
+                mean = torch.stack(tensors).double().mean(0)
+                for tensor in tensors:
+                    tensor.copy_(mean)
+    return [flat(model) for model in models]
+
+
+def test_each_kind_is_averaged_at_its_own_rhythm() -> None:
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with methods.des_loc(every=EVERY).attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(STEPS))
+        return flat(model)
+
+    seen, wanted = Simulation(REPLICAS).run(work), trained(RHYTHMS)
+    for one, other, plain in zip(seen, wanted, trained({}), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+        assert float((one - plain).norm()) > 20 * float((one - other).norm())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="exp_avg is to be averaged each 0 rounds; choose at least 1"):
+        AveragedMoments((("exp_avg", 0),))
+    with pytest.raises(UserError, match="goes along with rounds, and a method without `outer` has none"):
+        replace(methods.ddp(), companions=(AveragedMoments(()),))
+    with pytest.raises(UserError, match="needs replicas that stay; on the internet use noloco"):
+        methods.des_loc().check_elastic()
