@@ -15,6 +15,7 @@ from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
 from farflung.hooks.wholes import Wholes
+from farflung.slow_momentum import SLOW, SlowAdamW, mixed
 
 Scale = Literal["rms", "fans"]
 """What the size of Muon's steps follows from."""
@@ -33,14 +34,23 @@ class Inner:
     """What else `make` may be given."""
 
     def having(self, **chosen: Any) -> Inner:
-        """The same with other settings of Muon; None leaves one as it is. Raises UserError where it is no Muon."""
+        """The same with other settings, by their flags; None leaves one as it is. Raises UserError if it has none."""
         given = {name: value for name, value in chosen.items() if value is not None}
-        if unknown := [name for name in given if name not in self.settings]:
-            raise UserError(f"muon_{unknown[0]} is {given[unknown[0]]}, which only Muon has; leave it out, or use muon")
+        if unknown := [name for name in given if name.removeprefix("muon_") not in self.settings]:
+            name, others = unknown[0], "Muon has" if unknown[0].startswith("muon_") else "Muon and AdamW have"
+            raise UserError(f"{name} is {given[name]}, which only {others}; leave it out, or use muon")
+        given = {name.removeprefix("muon_"): value for name, value in given.items()}
         return replace(self, make=partial(self.make, **given)) if given else self
 
 
-ADAMW = Inner(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), lr=3e-3)
+def _adamw(named: Any, slow_share: float = 0.0, slow_momentum: float = 0.999, **settings: Any) -> torch.optim.Optimizer:
+    if slow_share:
+        return SlowAdamW(named, slow_share=slow_share, slow_momentum=slow_momentum, **settings)
+    return torch.optim.AdamW(named, betas=(0.9, 0.95), fused=True, **settings)
+
+
+_OF_SLOW = ("slow_share", "slow_momentum")
+ADAMW = Inner(_adamw, lr=3e-3, settings=_OF_SLOW)
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -76,6 +86,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether it looks ahead: along lerp(gradient, mean, momentum), and not along the mean.
         scale: "rms" makes steps as large as AdamW's, 0.2·√max(rows, columns), so that one learning rate serves both
             (arXiv 2502.16982); "fans" makes them √(rows / columns), as in MuLoCo (arXiv 2505.23725).
+        slow_share: the part of a slow momentum in what is made orthogonal, as in SlowAdamW; 0 keeps none.
+        slow_momentum: of that.
     """
 
     wholes: Wholes | None = None
@@ -89,8 +101,11 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         scale: Scale = "rms",
+        slow_share: float = 0.0,
+        slow_momentum: float = 0.999,
     ) -> None:
         chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale}
+        chosen |= {"slow_share": slow_share, "slow_momentum": slow_momentum}
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, **chosen})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,7 +156,20 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(means, each, 1 - group["momentum"])
         # Copies: what comes together whole is written over.
         ahead = torch._foreach_lerp(each, means, group["momentum"] if group["nesterov"] else 1.0)
+        if group["slow_share"]:
+            each_ahead = zip(gradients.items(), ahead, strict=True)
+            return {name: self._with_slow(group, named[name], own, one) for (name, own), one in each_ahead}
         return dict(zip(gradients, ahead, strict=True))
+
+    def _with_slow(
+        self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor, ahead: torch.Tensor
+    ) -> torch.Tensor:
+        """The mix of a mean with the slow momentum, which goes on."""
+        state = self.state[parameter]
+        slow = state.setdefault(SLOW, torch.zeros_like(parameter))
+        step = state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu")).add_(1)
+        own_of(slow).lerp_(gradient, 1 - group["slow_momentum"])
+        return mixed(ahead, group["momentum"], own_of(slow), group, int(step))
 
     def _move(
         self, group: dict[str, Any], named: Mapping[str, nn.Parameter], updates: Mapping[str, torch.Tensor]
@@ -168,6 +196,8 @@ def _fill_in(groups: Iterable[dict[str, Any]]) -> None:
         if "momentum" in group:
             group.setdefault("nesterov", True)
             group.setdefault("scale", "rms")
+            group.setdefault("slow_share", 0.0)
+            group.setdefault("slow_momentum", 0.999)
 
 
 def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:
@@ -226,8 +256,10 @@ class MuonAdamW(torch.optim.Optimizer):
         if not all(isinstance(entry, tuple) for entry in named):
             raise UserError("MuonAdamW tells a layer's matrices by their names; give it model.named_parameters()")
         settings = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
-        muon: Callable[..., torch.optim.Optimizer] = partial(Muon, **self._of_muon)
-        for kind, of_layers in ((muon, True), (ADAMW.make, False)):
+        of_slow = {name: value for name, value in self._of_muon.items() if name in _OF_SLOW}
+        kinds: list[tuple[Callable[..., torch.optim.Optimizer], bool]]
+        kinds = [(partial(Muon, **self._of_muon), True), (partial(ADAMW.make, **of_slow), False)]
+        for kind, of_layers in kinds:
             if chosen := [(name, p) for name, p in named if _is_matrix_of_layer(name, p.ndim) is of_layers]:
                 part = kind(chosen, **settings)
                 super().add_param_group(part.param_groups[0])
@@ -272,7 +304,7 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
         return None if closure is None else closure()
 
 
-_OF_MUON = ("momentum", "nesterov", "scale")
+_OF_MUON = ("momentum", "nesterov", "scale", *_OF_SLOW)
 MUON = Inner(MuonAdamW, lr=1e-2, settings=_OF_MUON)
 MULOCO = Inner(partial(MuonAdamW, momentum=0.9, nesterov=False, scale="fans"), lr=2e-2, settings=_OF_MUON)
 """As MuLoCo's authors have it (arXiv 2505.23725); they also take a weight decay of 0.005 or less."""

@@ -40,11 +40,14 @@ from farflung.workloads.dealing import Deal
 from farflung.workloads.registry import WORKLOADS
 
 if TYPE_CHECKING:
-    from farflung import inner
+    from farflung import inner, outer
     from farflung.outer import Method
     from farflung.workloads import Workload
 else:
-    inner = Later("farflung.inner")
+    inner, outer = Later("farflung.inner"), Later("farflung.outer")
+
+OF_INNER = ("muon_momentum", "muon_nesterov", "muon_scale", "slow_share", "slow_momentum")
+"""Settings that only some inner optimizers have."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,12 @@ class InnerSettings(Checked):
     """Whether Muon's momentum looks ahead, as Nesterov's does; unset: True, or False with muloco."""
     muon_scale: Literal["rms", "fans"] | None = None
     """Muon's steps; rms: as large as AdamW's; fans: by the root of rows / columns. Unset: rms, or fans with muloco."""
+    slow_share: float | None = setting(None, above=0, most=1)
+    """The part of a step that follows a slow momentum, which replicas average (MT-DAO); unset: there is none."""
+    slow_momentum: float | None = setting(None, least=0, below=1)
+    """The slow momentum; unset: 0.999."""
+    slow_rounds: int | None = setting(None, least=1)
+    """Rounds from one average of the slow momenta to the next; unset: 4."""
     lr: float | None = setting(None, above=0, may_differ=AFTER_RESUME)
     """Highest learning rate of the inner optimizer; unset: 0.01, or 0.003 with adamw."""
     warmup: int = setting(40, least=0)
@@ -141,6 +150,13 @@ class InnerSettings(Checked):
     """The inner optimizer's weight decay."""
     tail_average: float = setting(0.0, least=0, most=1, formerly="late_average")
     """The last part of the run, 0 to 1, over whose rounds the final weights are averaged; 0: no average."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        super().__post_init__()
+        for name in ("slow_momentum", "slow_rounds"):
+            if getattr(self, name) is not None and self.slow_share is None:
+                raise UserError(f"{name} is {getattr(self, name)}, but there is no slow momentum; add --slow-share 0.5")
 
 
 @dataclass(frozen=True)
@@ -212,8 +228,11 @@ class Settings:
         """The method, with the inner optimizer that goes with it. Raises UserError."""
         method = methods.chosen(self.rounds, self.run.seed, self.run.steps)
         chosen, own = inner.INNER[self.inner.inner] if self.inner.inner else method.inner, self.inner
-        made = chosen.having(momentum=own.muon_momentum, nesterov=own.muon_nesterov, scale=own.muon_scale)
-        return replace(method, inner=made)
+        of_inner = {name: value for name, value in vars(own).items() if name in OF_INNER}
+        if own.slow_share and method.outer:
+            moments = outer.AveragedMoments((("slow_momentum", own.slow_rounds or 4),))
+            method = replace(method, companions=(*method.companions, moments))
+        return replace(method, inner=chosen.having(**of_inner))
 
     @property
     def by_clock(self) -> bool:

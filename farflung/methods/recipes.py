@@ -17,20 +17,8 @@ if TYPE_CHECKING:
     from farflung.outer import Method
 
 _ALL = (
-    *(
-        noloco,
-        nolocox,
-        gasloc,
-        factored_gossip,
-        diloco,
-        dilocox,
-        streaming_diloco,
-        eager_diloco,
-        sparseloco,
-        sparta,
-        des_loc,
-    ),
-    *(demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
+    *(noloco, nolocox, gasloc, factored_gossip, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco),
+    *(sparta, des_loc, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
 )
 
 

@@ -1,0 +1,114 @@
+"""A slow momentum beside the fast one, against torch's AdamW, its formula in numpy, and replicas that average it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung.errors import UserError
+from farflung.inner import ADAMW, MUON, Muon
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import AveragedMoments
+from farflung.settings import Settings
+from farflung.slow_momentum import SlowAdamW
+
+STEPS = 30
+SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def gradient(step: int, shape: tuple[int, ...] = (4, 3)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def trained(make: Any, steps: int = STEPS, resumed_at: int | None = None) -> Tensor:
+    weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+    optimizer = make([weight])
+    for step in range(steps):
+        if step == resumed_at:
+            torch.save(optimizer.state_dict(), file := io.BytesIO())
+            file.seek(0)
+            optimizer = make([weight])
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+        weight.grad = gradient(step)
+        optimizer.step()
+    return weight.detach()
+
+
+def test_a_slow_momentum_that_is_as_fast_changes_nothing() -> None:
+    slow = trained(lambda p: SlowAdamW(p, slow_share=0.7, slow_momentum=0.9, **SETTINGS))
+    torch.testing.assert_close(slow, trained(lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), **SETTINGS)))
+    plain = {"momentum": 0.9, "nesterov": False, **SETTINGS}
+    muon = trained(lambda p: Muon(p, slow_share=0.7, slow_momentum=0.9, **plain))
+    torch.testing.assert_close(muon, trained(lambda p: Muon(p, **plain)), rtol=1e-3, atol=1e-4)
+
+
+def test_steps_follow_a_mix_of_both_momenta() -> None:
+    theta, fast, slow, square = np.ones((4, 3)), *(np.zeros((4, 3)) for _ in range(3))
+    for step in range(STEPS):
+        g, t = gradient(step).numpy(), step + 1
+        fast, slow, square = 0.9 * fast + 0.1 * g, 0.99 * slow + 0.01 * g, 0.95 * square + 0.05 * g**2
+        along = 0.4 * fast / (1 - 0.9**t) + 0.6 * slow / (1 - 0.99**t)
+        theta = theta * (1 - 0.05 * 0.1) - 0.05 * along / (np.sqrt(square / (1 - 0.95**t)) + 1e-8)
+    seen = trained(lambda p: SlowAdamW(p, slow_share=0.6, slow_momentum=0.99, **SETTINGS))
+    np.testing.assert_allclose(seen.numpy(), theta, rtol=1e-9)
+
+
+def test_muon_goes_along_the_orthogonal_factor_of_the_mix() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    muon = Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.8, nesterov=False, slow_share=1.0, slow_momentum=0.5)
+    mean = torch.zeros(4, 3, dtype=torch.float64)
+    for step in range(3):
+        before, weight.grad = weight.detach().clone(), gradient(step)
+        muon.step()
+        mean = 0.5 * mean + 0.5 * gradient(step)
+        u, _, v = torch.linalg.svd(mean, full_matrices=False)
+        along = (before - weight.detach()) / (0.2 * 4**0.5)
+        assert float((along * (u @ v)).sum()) > 0.9 * float(along.norm() * (u @ v).norm())
+
+
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_it_goes_on_from_its_state_bit_for_bit(inner: str) -> None:
+    made = {"adamw": ADAMW, "muon": MUON}[inner].having(slow_share=0.5).make
+    make = lambda p: made([("layers.0.weight", p[0])], **SETTINGS)  # noqa: E731
+    assert torch.equal(trained(make), trained(make, resumed_at=7))
+
+
+def test_replicas_average_it_at_its_rhythm() -> None:
+    """After each second round it is the same; in between it is each replica's own, as the fast one always is."""
+    method = Settings.of(method="diloco", every=2, inner="adamw", slow_share=0.5, slow_rounds=2).method()
+    assert method.companions == (AveragedMoments((("slow_momentum", 2),)),)
+
+    def work(network: SimulatedNetwork) -> list[dict[str, Tensor]]:
+        model = nn.Linear(3, 4, bias=False).double()
+        nn.init.ones_(model.weight)
+        optimizer = method.inner.make(model.named_parameters(), lr=0.1, weight_decay=0.0)
+        seen = []
+        with method.attach(model, optimizer, network):
+            for step in range(8):
+                model.weight.grad = gradient(100 * network.rank + step)
+                optimizer.step()
+                seen.append({kind: one.clone() for kind, one in optimizer.state[model.weight].items()})
+        return seen
+
+    one, other = Simulation(2).run(work)
+    same = [torch.equal(a["slow_momentum"], b["slow_momentum"]) for a, b in zip(one, other, strict=True)]
+    assert same == [False, False, False, True, False, False, False, True]
+    assert not any(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"slow_momentum": 0.99}, "slow_momentum is 0.99, but there is no slow momentum; add --slow-share 0.5"),
+        ({"slow_rounds": 3}, "slow_rounds is 3, but there is no slow momentum; add --slow-share"),
+        ({"inner": "sign", "slow_share": 0.5}, "slow_share is 0.5, which only Muon and AdamW have; leave it out"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Settings.of(**given).method()
