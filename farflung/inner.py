@@ -20,6 +20,9 @@ from farflung.slow_momentum import SLOW, SlowAdamW, mixed
 Scale = Literal["rms", "fans"]
 """What the size of Muon's steps follows from."""
 
+MEAN_STEP = "mean_step"
+"""What the last round's mean step, divided by the learning rate, is called in an optimizer's state."""
+
 TOGETHER = 1 << 22
 """The most values of matrices that Muon orthogonalises at once; of larger ones it takes one after the other."""
 
@@ -88,6 +91,7 @@ class Muon(torch.optim.Optimizer):
             (arXiv 2502.16982); "fans" makes them √(rows / columns), as in MuLoCo (arXiv 2505.23725).
         slow_share: the part of a slow momentum in what is made orthogonal, as in SlowAdamW; 0 keeps none.
         slow_momentum: of that.
+        align: the part of a step that follows the last round's mean step, where rounds tell it (outer.AlignedSteps).
     """
 
     wholes: Wholes | None = None
@@ -103,9 +107,10 @@ class Muon(torch.optim.Optimizer):
         scale: Scale = "rms",
         slow_share: float = 0.0,
         slow_momentum: float = 0.999,
+        align: float = 0.0,
     ) -> None:
         chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale}
-        chosen |= {"slow_share": slow_share, "slow_momentum": slow_momentum}
+        chosen |= {"slow_share": slow_share, "slow_momentum": slow_momentum, "align": align}
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, **chosen})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +186,11 @@ class Muon(torch.optim.Optimizer):
             size = _SIZES[group["scale"]]
             sizes = [-group["lr"] * size(*shapes[name]) for name in moved]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, torch._foreach_mul([updates[name] for name in moved], sizes))
+            steps = torch._foreach_mul([updates[name] for name in moved], sizes)
+            for step, parameter in zip(steps, moved.values(), strict=True):
+                if group["align"] and (mean := self.state[parameter].get(MEAN_STEP)) is not None:
+                    step.lerp_(-group["lr"] * own_of(mean), group["align"])
+            torch._foreach_add_(weights, steps)
 
 
 _SIZES: dict[str, Callable[[int, int], float]] = {
@@ -198,6 +207,7 @@ def _fill_in(groups: Iterable[dict[str, Any]]) -> None:
             group.setdefault("scale", "rms")
             group.setdefault("slow_share", 0.0)
             group.setdefault("slow_momentum", 0.999)
+            group.setdefault("align", 0.0)
 
 
 def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:
@@ -304,7 +314,7 @@ def _loss_of(closure: Callable[[], Any] | None) -> Any:
         return None if closure is None else closure()
 
 
-_OF_MUON = ("momentum", "nesterov", "scale", *_OF_SLOW)
+_OF_MUON = ("momentum", "nesterov", "scale", "align", *_OF_SLOW)
 MUON = Inner(MuonAdamW, lr=1e-2, settings=_OF_MUON)
 MULOCO = Inner(partial(MuonAdamW, momentum=0.9, nesterov=False, scale="fans"), lr=2e-2, settings=_OF_MUON)
 """As MuLoCo's authors have it (arXiv 2505.23725); they also take a weight decay of 0.005 or less."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 else:
     inner, outer = Later("farflung.inner"), Later("farflung.outer")
 
-OF_INNER = ("muon_momentum", "muon_nesterov", "muon_scale", "slow_share", "slow_momentum")
+OF_INNER = ("muon_momentum", "muon_nesterov", "muon_scale", "muon_align", "slow_share", "slow_momentum")
 """Settings that only some inner optimizers have."""
 
 
@@ -132,6 +132,8 @@ class InnerSettings(Checked):
     """Whether Muon's momentum looks ahead, as Nesterov's does; unset: True, or False with muloco."""
     muon_scale: Literal["rms", "fans"] | None = None
     """Muon's steps; rms: as large as AdamW's; fans: by the root of rows / columns. Unset: rms, or fans with muloco."""
+    muon_align: float | None = setting(None, above=0, most=1)
+    """The part of Muon's steps that follows the mean step of all replicas in the last round (FedMuon); unset: none."""
     slow_share: float | None = setting(None, above=0, most=1)
     """The part of a step that follows a slow momentum, which replicas average (MT-DAO); unset: there is none."""
     slow_momentum: float | None = setting(None, least=0, below=1)
@@ -232,6 +234,8 @@ class Settings:
         if own.slow_share and method.outer:
             moments = outer.AveragedMoments((("slow_momentum", own.slow_rounds or 4),))
             method = replace(method, companions=(*method.companions, moments))
+        if own.muon_align and method.outer:
+            method = replace(method, companions=(*method.companions, outer.AlignedSteps()))
         return replace(method, inner=chosen.having(**of_inner))
 
     @property

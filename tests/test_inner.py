@@ -221,7 +221,7 @@ def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
 def test_a_run_with_all_of_it_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     """Muon's momenta, slow ones, rounds that grow rarer, and the late average all lie in the checkpoint."""
     everything = {"method": "noloco", "inner": "muon", "every": 2, "every_final": 4, "tail_average": 0.9}
-    everything |= {"slow_share": 0.5, "slow_rounds": 1}
+    everything |= {"slow_share": 0.5, "slow_rounds": 1, "muon_align": 0.1}
     whole = run(tmp_path / "whole", **everything)
     run(tmp_path / "broken", **everything)
     for path in (tmp_path / "broken" / "checkpoints").glob("step-000012/*"):

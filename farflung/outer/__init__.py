@@ -8,6 +8,7 @@ from farflung.renamed import renamed
 if TYPE_CHECKING:
     from farflung.hooks.start import DisagreementError
     from farflung.outer.adaptation import Adapt
+    from farflung.outer.alignment import AlignedSteps
     from farflung.outer.averaging import Way
     from farflung.outer.companions import Along, Companion
     from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapt",
+    "AlignedSteps",
     "Along",
     "Average",
     "AveragedMoments",

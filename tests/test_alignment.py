@@ -1,0 +1,64 @@
+"""Steps that follow the last round's mean step, against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.inner import Muon
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import AlignedSteps
+from farflung.settings import Settings
+
+EVERY = 4
+
+
+def walked(align: float, rounds: int, delay: int = 0, lr: float = 0.1, later: float = 1.0) -> Tensor:
+    """Anchors after each round of one number, whose gradient is -1 in the first round, and +1 later; a row a replica.
+
+    The learning rate is `later` times as large after the first round.
+    """
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = Muon(model.named_parameters(), lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, align=align)
+        settings = {"method": "diloco", "every": EVERY, "delay": delay, "outer_lr": 1.0, "outer_momentum": 0.0}
+        method = Settings.of(**settings, inner="muon", muon_align=align or None).method()
+        seen = []
+        with method.attach(model, optimizer, network) as outer:
+            for step in range(EVERY * rounds):
+                model.weight.grad = torch.full_like(model.weight, 1.0 if step >= EVERY else -1.0)
+                optimizer.step()
+                seen.append(outer.anchors[0].clone())  # type: ignore[attr-defined]
+                if step == EVERY - 1:
+                    optimizer.param_groups[0]["lr"] *= later
+        return torch.cat(seen[EVERY - 1 :: EVERY])
+
+    return torch.stack(Simulation(2).run(work))
+
+
+@pytest.mark.parametrize("align", [0.25, 0.5, 1.0])
+def test_a_step_is_in_part_the_last_rounds_mean_step(align: float) -> None:
+    """Rounds go D, then (1 - α)·(-D) + α·D', where D' is how far the round before went."""
+    anchors = walked(align, 5)
+    first = float(walked(0.0, 1)[0, 0])
+    position, last, wanted = first, first, [first]
+    for _ in range(4):
+        last = -(1 - align) * first + align * last
+        position += last
+        wanted.append(position)
+    torch.testing.assert_close(anchors[0], torch.tensor(wanted).double(), rtol=1e-6, atol=1e-9)
+    assert first > 0.05 and torch.equal(anchors[0], anchors[1])
+
+
+def test_mean_steps_shrink_with_the_learning_rate() -> None:
+    anchors = walked(1.0, 2, later=0.5)[0]
+    assert float(anchors[1] - anchors[0]) == pytest.approx(0.5 * float(anchors[0]))
+
+
+def test_it_is_only_asked_of_muon_where_rounds_are_held() -> None:
+    assert Settings.of(method="diloco", muon_align=0.5).method().companions == (AlignedSteps(),)
+    assert Settings.of(method="ddp", muon_align=0.5).method().companions == methods.ddp().companions
