@@ -7,7 +7,16 @@ rounds and did worse than no exchange at all in shorter ones (docs/evidence.md, 
 from typing import TYPE_CHECKING
 
 from farflung.lazy import homes_of
-from farflung.methods.averaged import des_loc, diloco, dilocox, eager_diloco, sparseloco, sparta, streaming_diloco
+from farflung.methods.averaged import (
+    decoupled_diloco,
+    des_loc,
+    diloco,
+    dilocox,
+    eager_diloco,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
 from farflung.methods.gossip import factored_gossip, gasloc, noloco, nolocox
 from farflung.methods.gradients import ddp, demo, dynamic_threshold
 from farflung.methods.recipes import RECIPES, defaults_of
@@ -24,6 +33,7 @@ __all__ = [
     "RoundSettings",
     "chosen",
     "ddp",
+    "decoupled_diloco",
     "defaults_of",
     "demo",
     "des_loc",

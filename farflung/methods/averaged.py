@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from farflung import codecs, outer
 from farflung.lazy import Later
-from farflung.methods.limits import codec_of, nesterov
+from farflung.methods.limits import check_limits, codec_of, nesterov
 
 if TYPE_CHECKING:
     from farflung import inner
@@ -56,6 +57,24 @@ def streaming_diloco(
     """
     codec = codec_of(codec, codecs.BlockFloat("e3m0"))
     return diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec, merge=merge)
+
+
+def decoupled_diloco(
+    every: int | str = 24,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    delay: int | str = 2,
+    fragments: int = 3,
+    codec: Codec | str | None = None,
+    quorum: int = 1,
+) -> Method:
+    """Fragments with rounds of their own, for which nobody waits; lengths and directions averaged apart, by a quorum.
+
+    Paper: 2026, Decoupled DiLoCo, arXiv 2604.21428
+    """
+    check_limits(quorum=quorum)
+    method = diloco(every, outer_lr, outer_momentum, delay, fragments, codec=codec)
+    return replace(method, fuse="rda", quorum=quorum)
 
 
 def eager_diloco(

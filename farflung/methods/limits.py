@@ -22,6 +22,7 @@ LIMITS = {
     "outer_momentum": Rule(least=0, below=1),
     "gamma": Rule(least=0),
     "group_size": Rule(least=2),
+    "quorum": Rule(least=1),
 }
 """Of settings that a recipe checks before anything is made of them, by name."""
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from farflung import outer
-from farflung.methods.averaged import des_loc, diloco, dilocox, eager_diloco, sparseloco, sparta, streaming_diloco
+from farflung.methods.averaged import (
+    decoupled_diloco,
+    des_loc,
+    diloco,
+    dilocox,
+    eager_diloco,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
 from farflung.methods.gossip import factored_gossip, gasloc, noloco, nolocox
 from farflung.methods.gradients import ddp, demo, dynamic_threshold
 from farflung.methods.weights import ist, local, random_tma, resist, super_tma
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
 
 _ALL = (
     *(noloco, nolocox, gasloc, factored_gossip, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco),
-    *(sparta, des_loc, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
+    *(decoupled_diloco, sparta, des_loc, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
 )
 
 

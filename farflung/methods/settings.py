@@ -56,8 +56,10 @@ class RoundSettings(Checked):
     """How groups of more than two average. whole: all-gather, as published; parts: reduce-scatter, fewer bytes."""
     weighting: Literal["even", "steps"] | None = None
     """What a message weighs in the mean: the same, or the steps behind it. Unset: even; on the internet, steps."""
-    fuse: Literal["mean", "rda"] = "mean"
+    fuse: Literal["mean", "rda"] | None = None
     """How pseudo-gradients become one; rda: the mean of their lengths, along the mean of their directions."""
+    quorum: int | None = limited(None, LIMITS["quorum"])
+    """Peers on the internet or in a folder that must come to a round; with fewer it counts for nobody."""
     every_final: int | None = setting(None, least=1)
     """Inner steps between two rounds at the end of the run; --every grows or shrinks to it by a constant factor."""
     robust: Literal["mean", "median", "clipped"] = "mean"
@@ -110,7 +112,8 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
         given["codec"] = codecs.codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = seed
-    method = replace(RECIPES[rounds.method](**given), fuse=rounds.fuse)
+    method = RECIPES[rounds.method](**given)
+    method = replace(method, fuse=rounds.fuse or method.fuse)
     if rounds.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
     if OF_MOMENTUM & _of_others(rounds).keys():

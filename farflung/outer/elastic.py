@@ -177,6 +177,8 @@ class ElasticLoop(OuterLoop):
             if len(party.group) < 2:
                 why = "slow link" if group == (self.network.rank,) else party.alone
                 return Result(message, (), Outcome.SAT_OUT, ALONE[why])
+            if (came := len(party.group)) < (quorum := self.method.quorum):
+                return Result(message, (), Outcome.SAT_OUT, f"{came} of a quorum of {quorum} came")
             columns = of_party(self._elastic, party, whole.names)
             meetings = [
                 Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns

@@ -56,6 +56,8 @@ class Method:
         momentum: how the outer momentum changes while the run goes on; None leaves it as `outer` has it.
         inner: the inner optimizer that goes with it. Muon lowered the loss under every method (docs/evidence.md).
         needs_inner: whether the method is only the published one with that inner optimizer.
+        quorum: members, this one among them, that must come to a round where peers come and go; else it counts for
+            nobody, and what was trained goes into the next one.
         companions: what goes along with rounds, such as MixedAnchors.
         dealing: what units of the model replicas deal out among them; None for replicas that train all of it.
         cut: how a graph is cut into the replicas' parts, where its settings do not say; "" trains on all of it.
@@ -72,6 +74,7 @@ class Method:
     needs_inner: type[torch.optim.Optimizer] | None = None
     fuse: Fuse = "mean"
     momentum: MomentumSchedule | None = None
+    quorum: int = 1
     companions: tuple[Companion, ...] = ()
     dealing: Dealing | None = None
     cut: str = ""
@@ -215,6 +218,8 @@ class Method:
             raise UserError(f"robust is {robust!r}; choose one of {', '.join(ROBUST)}")
         if network.elastic:
             self.check_elastic()
+        elif self.quorum > 1:
+            raise UserError(f"quorum is {self.quorum}, but only on the internet do peers stay away; leave it out")
         elif robust != "mean":
             raise UserError(f"robust is {robust!r}, but only peers on the internet need it; leave it out")
 
