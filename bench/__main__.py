@@ -4,7 +4,7 @@ python -m bench list                         all benches, a line each
 python -m bench run NAME [options]           runs one; its results go to bench/results; --help tells its options
 python -m bench run NAME --smoke             in its smallest form, in seconds, which claims and keeps nothing
 python -m bench page [FILE]                  one HTML page of all kept results; runs/bench.html unless given
-python -m bench evidence                     the tables and pictures of docs/evidence.md
+python -m bench evidence                     docs/evidence.md, its pictures, and what `farflung recommend` knows
 """
 
 from __future__ import annotations

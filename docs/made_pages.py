@@ -17,13 +17,18 @@ from farflung.files import write_text
 from farflung.methods import RECIPES, RoundSettings, defaults_of
 from farflung.networks.listening import ListenAddress
 from farflung.outer import Method, bytes_per_parameter
-from farflung.planner.options import PlanOptions
+from farflung.planner.options import PlanOptions, RecommendOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.settings import Settings
 from farflung.tables import MayDiffer, Rule, help_of, hints_of, rule_of
 
 NOTE = "<!-- Made by docs/made_pages.py; change farflung, not this page. -->"
-COMMANDS = {"plan": PlanOptions, "simulate": SimulateOptions, "invite, join, status and doctor": ListenAddress}
+COMMANDS = {
+    "plan": PlanOptions,
+    "simulate": SimulateOptions,
+    "recommend": RecommendOptions,
+    "invite, join, status and doctor": ListenAddress,
+}
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path"}
 DIFFERS = {
     MayDiffer.AFTER_RESUME: "may change with `--resume`",

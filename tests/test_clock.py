@@ -37,9 +37,7 @@ from farflung.training import cautions, launch, limits
 AT_ONCE: dict[str, Any] = {"latency_ms": 0.0, "bandwidth_mbps": 1e12}
 """Conditions in which exchanges take next to no time."""
 ONE_SLOW = Conditions(**AT_ONCE, speeds=(1.0, 1.0, 1.0, 0.25))
-BY_THE_CLOCK = [
-    name for name in METHODS if "every" in defaults_of(name) and not defaults_of(name).get("fragments", 1) > 1
-]
+BY_THE_CLOCK = [n for n in METHODS if "every" in (known := defaults_of(n)) and known.get("fragments", 1) == 1]
 
 
 @pytest.mark.parametrize("name", BY_THE_CLOCK)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.lib import recommended
 from bench.lib.catalog import Bench, benches
 from bench.lib.store import RESULTS, ROOT, Store
 from bench.lib.table import Part, Table, markdown
@@ -57,7 +58,8 @@ def filled(page: str, tables: dict[str, Any]) -> str:
 
 
 def write() -> None:
-    """Makes the page's tables and pictures anew."""
+    """Makes the page's tables and pictures anew, and the table that `farflung recommend` goes by."""
+    recommended.write()
     page = PAGE.read_text()
     write_text(PAGE, filled(page, all_tables()))
     for bench in stored().values():

@@ -27,7 +27,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "farflung.cli.training",
     **dict.fromkeys(("invite", "join", "status", "doctor"), "farflung.cli.peers"),
-    **dict.fromkeys(("plan", "simulate"), "farflung.cli.planning"),
+    **dict.fromkeys(("plan", "simulate", "recommend"), "farflung.cli.planning"),
     **dict.fromkeys(("methods", "report", "export"), "farflung.cli.runs"),
     "prepare": "farflung.cli.preparing",
     "mixture": "farflung.cli.mixtures",

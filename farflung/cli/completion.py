@@ -11,7 +11,7 @@ import tyro
 
 from farflung.cli import mixtures, peers, preparing, runs, training, watching
 from farflung.cli.arguments import LIKE_A_FILE, parse, with_field
-from farflung.planner.options import PlanOptions, SimulateOptions
+from farflung.planner.options import PlanOptions, RecommendOptions, SimulateOptions
 from farflung.settings import Settings
 
 
@@ -43,6 +43,7 @@ def options_of_commands() -> dict[str, Any]:
         "doctor": peers.DoctorOptions,
         "plan": PlanOptions,
         "simulate": SimulateOptions,
+        "recommend": RecommendOptions,
         "methods": runs.MethodsOptions,
         "report": runs.ReportOptions,
         "export": runs.ExportOptions,

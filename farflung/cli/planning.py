@@ -1,4 +1,4 @@
-"""farflung plan and farflung simulate: what would be, without training anything."""
+"""farflung plan, farflung simulate and farflung recommend: what would be, without training anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from farflung.cli.arguments import free_folder, parse, under_new_names
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files
-from farflung.planner.options import PlanOptions, SimulateOptions, SwarmOptions
+from farflung.planner.options import PlanOptions, RecommendOptions, SimulateOptions, SwarmOptions
 from farflung.tables import new_names
 
 
@@ -73,6 +73,19 @@ def simulate(arguments: list[str]) -> None:
         write_events(results, folder / "events")
         write_simulation(results, described, folder / "simulation.html")
     print(f"farflung: pictures in {folder / 'simulation.html'}, each round in {folder / 'events'}")
+
+
+def recommend(arguments: list[str]) -> None:
+    """Say which method, codec and steps between rounds suit given links, and what gap to expect; trains nothing."""
+    options = parse(RecommendOptions, arguments, "recommend", recommend.__doc__)
+
+    from farflung.planner.recommend import recommend as candidates_for
+    from farflung.planner.recommend import told
+
+    links = f"links of {options.link} with {options.latency_ms:g} ms of latency"
+    replicas = counted(options.replicas, "replica")
+    print(f"farflung: {replicas} of {options.params:,.0f} parameters, steps of {options.step_ms:g} ms, {links}\n")
+    print(told(candidates_for(options), options))
 
 
 def _refuse_taken(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `farflung plan` and `farflung simulate` are asked."""
+"""What `farflung plan`, `farflung simulate` and `farflung recommend` are asked."""
 
 from __future__ import annotations
 
@@ -119,6 +119,38 @@ class SwarmOptions(Checked):
     def boundary_names(self) -> list[str]:
         """The boundaries to try."""
         return [word.strip() for word in self.boundaries.split(",") if word.strip()]
+
+
+@dataclass(frozen=True)
+class RecommendOptions(Checked):
+    """Which links there are, and what is to be trained over them."""
+
+    link: str
+    """Bandwidth of each replica's link, such as 100mbps, 1gbps or 20mbps."""
+    params: float = setting(0.0, least=1, most=1e12)
+    """Parameters of the model, such as 1e9."""
+    step_ms: float = setting(0.0, least=SMALLEST, most=1e12)
+    """How long an inner step computes, milliseconds."""
+    replicas: int = setting(8, least=2, most=10_000)
+    """Copies of the model."""
+    latency_ms: float = setting(20.0, least=0, most=1e6)
+    """Latency of the links, milliseconds."""
+    wait: float = setting(0.1, above=0, below=1)
+    """The share of their time, 0 to 1, that replicas may at most wait for links."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values. Raises UserError."""
+        super().__post_init__()
+        _ = self.mbps
+
+    @property
+    def mbps(self) -> float:
+        """The links' bandwidth in Mbit/s. Raises UserError."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])(?:bps|bit/s)", self.link.lower())
+        rate = float(found[1]) * {"k": 1e-3, "m": 1.0, "g": 1e3}[found[2]] if found else 0.0
+        if not SMALLEST <= rate <= 1e9:
+            raise UserError(f"link is {self.link!r}; give a bandwidth such as 100mbps, or 1gbps")
+        return rate
 
 
 @dataclass(frozen=True)

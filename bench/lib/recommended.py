@@ -1,0 +1,74 @@
+"""What `farflung recommend` goes by: the gaps to ddp that benches have measured, as a small table in the package."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench.lib.runs import changes
+from bench.lib.store import ROOT, Result, Settings, Store
+from bench.quality import frontier, gap, inner
+from farflung.files import write_text
+
+TABLE = ROOT / "farflung" / "planner" / "evidence.json"
+
+OF_ROUNDS = ("method", "every", "every_final", "codec", "fragments", "delay", "adapt")
+"""Settings that say what a row is; learning rates are tuned to the model."""
+
+BY_STEP = ("inner learning rate", "rounds that grow rarer, or more frequent")
+"""The rows of the gap that are worth taking."""
+
+
+def made() -> dict[str, Any]:
+    """The table: each row's settings of rounds, and by how many per cent its loss is above ddp's, seed by seed."""
+    options, of_inner, found = inner.Options(), Store("inner"), gap.Found(Store("gap"), gap.Options())
+    results = {name: of_inner.results(options.regime | of_inner.chosen[name]) for name in inner.NAMES}
+    rows = [
+        _row("The inner optimizer", of_inner.chosen[name], changes(results[name], results["ddp"]))
+        for name in inner.NAMES
+        if name != "local"
+    ]
+    chosen, title = found.store.chosen, "The gap to synchronous training"
+    ddp = found.of(chosen["ddp, Muon"])
+    rows += [_row(title, chosen[name], changes(found.of(chosen[name]), ddp)) for name in BY_STEP]
+    rows.append(_with_modulo(results))
+    return {
+        "parameters": next(iter(results["ddp"].values()))["parameters"],
+        "steps": options.regime["steps"],
+        "replicas": options.regime["replicas"],
+        "alone": changes(results["local"], results["ddp"]),
+        "longer": _longer(found),
+        "rows": rows,
+    }
+
+
+def write() -> None:
+    """Makes the package's table anew."""
+    table = made()
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in table.pop("rows"))
+    rest = "".join(f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in table.items())
+    write_text(TABLE, f'{{{rest}"rows": [\n{rows}\n]}}\n')
+
+
+def _row(table: str, settings: Settings, gaps: list[float]) -> dict[str, Any]:
+    told = {key: settings[key] for key in OF_ROUNDS if key in settings}
+    return {"table": table, "settings": told, "gaps": [round(one, 3) for one in gaps]}
+
+
+def _with_modulo(results: dict[str, dict[int, Result]]) -> dict[str, Any]:
+    """NoLoCo's gap with Muon, and what its codec changed of the loss with AdamW."""
+    store, options = Store("frontier"), frontier.Options()
+    names = "noloco, every 5", "noloco, every 5, modulo4"
+    plain, coded = (store.results(options.regime | store.chosen[name]) for name in names)
+    both = zip(changes(results["noloco, every 5"], results["ddp"]), changes(coded, plain), strict=True)
+    return _row("Loss against bytes", store.chosen["noloco, every 5, modulo4"], [sum(pair) for pair in both])
+
+
+def _longer(found: gap.Found) -> list[dict[str, Any]]:
+    """The gaps of the best row in runs of more steps, by what ddp's learning rate was."""
+    told = []
+    for name, (other, _) in gap.REGIMES.items():
+        if other.get("steps"):
+            ddp, best = (found.of(gap.changed(found.store.chosen[row], other)) for row in ("ddp, Muon", gap.BEST))
+            told.append({"what": name, "steps": other["steps"], "gaps": [round(x, 3) for x in changes(best, ddp)]})
+    return told

@@ -1,0 +1,165 @@
+"""What to choose for given links: `farflung recommend`, from what was measured and how long rounds take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from farflung.errors import UserError
+from farflung.methods import RoundSettings, chosen
+from farflung.networks import Conditions
+from farflung.outer import Method, message_bytes
+from farflung.planner.options import RecommendOptions
+from farflung.planner.sizes import square_model
+from farflung.planner.table import Column, Table, figures, percent
+from farflung.planner.timing import Timer
+
+MEASURED = Path(__file__).with_name("evidence.json")
+"""What benches have measured; `python -m bench evidence` makes it."""
+
+ROUNDS = 3
+"""As many are timed."""
+A_BIT = 1.05
+"""By this factor rounds become rarer at least, until links can keep up."""
+RAREST = 100_000
+"""Inner steps between two rounds beyond which none is recommended."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A measured row, with rounds as rare as the links need them; gaps are shares of ddp's loss.
+
+    Args:
+        settings: of its rounds, as they are recommended.
+        table: of docs/evidence.md, from which its gap comes.
+        factor: how much rarer its rounds are than those measured.
+        computing: the share of the time in which replicas compute.
+        middle: the gap, however large.
+        least, most: what it may be.
+        sent: megabytes that a replica sends in a step.
+    """
+
+    settings: dict[str, Any]
+    table: str
+    factor: float
+    computing: float
+    middle: float
+    least: float
+    most: float
+    sent: float
+
+    @property
+    def expected(self) -> float:
+        """The gap that is to be expected: no more than the most."""
+        return min(self.middle, self.most)
+
+    @property
+    def flags(self) -> str:
+        """The settings as flags."""
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.settings.items())
+
+
+def measured() -> dict[str, Any]:
+    """The table of the package."""
+    table: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return table
+
+
+def recommend(options: RecommendOptions) -> list[Candidate]:
+    """What was measured, the smallest expected gap first; without what was no better than replicas that never meet.
+
+    Raises UserError where links are too slow for any.
+    """
+    table = measured()
+    alone, growth = mean(table["alone"]) / 100, growth_of(table["rows"])
+    useful = [row for row in table["rows"] if mean(row["gaps"]) / 100 < alone]
+    found = [one for one in (_candidate(row, alone, growth, options) for row in useful) if one]
+    if not found:
+        raise UserError(
+            f"links of {options.link} are too slow for {options.params:g} parameters and steps of {options.step_ms:g} "
+            f"ms: rounds would have to be more than {RAREST:,} steps apart; train a smaller model, or adapters only"
+        )
+    return sorted(found, key=lambda one: (one.middle, -one.computing))
+
+
+def growth_of(rows: Sequence[dict[str, Any]]) -> float:
+    """The exponent with which a gap grows as rounds get rarer, from methods measured at two distances; their mean."""
+    by_method: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        settings = row["settings"]
+        if settings.keys() == {"method", "every"}:
+            by_method.setdefault(settings["method"], []).append((settings["every"], mean(row["gaps"])))
+    pairs = [sorted(points) for points in by_method.values() if len(points) > 1]
+    return mean(math.log(far[1] / near[1]) / math.log(far[0] / near[0]) for near, *_, far in pairs)
+
+
+def _candidate(row: dict[str, Any], alone: float, growth: float, options: RecommendOptions) -> Candidate | None:
+    """A row with rounds as rare as the links need them; None where that is too rare."""
+    settings, factor = row["settings"], 1.0
+    while True:
+        stretched = settings | {n: math.ceil(settings[n] * factor) for n in ("every", "every_final") if n in settings}
+        computing, sent = _timed(stretched, options)
+        if computing >= 1 - options.wait:
+            break
+        # What a round waits hardly depends on how rare it is.
+        factor *= max(A_BIT, (1 / max(computing, 1e-9) - 1) / (1 / (1 - options.wait) - 1))
+        if "every" not in settings or factor * settings["every"] > RAREST:
+            return None
+    gaps = [gap / 100 for gap in row["gaps"]]
+    middle, spread = mean(gaps), 2 * stdev(gaps)
+    if factor == 1:
+        return Candidate(stretched, row["table"], 1.0, computing, middle, middle - spread, middle + spread, sent)
+    return Candidate(stretched, row["table"], factor, computing, middle * factor**growth, middle, alone, sent)
+
+
+def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
+    """The share of the time in which replicas compute, and the megabytes that one sends in a step."""
+    given = dict(settings)
+    if last := given.pop("every_final", None):
+        given["every"] = round(math.sqrt(given["every"] * last))
+    method: Method = chosen(RoundSettings(**given))
+    conditions = Conditions(bandwidth_mbps=options.mbps, latency_ms=options.latency_ms, step_ms=options.step_ms)
+    sizes = cache(partial(message_bytes, method, square_model(options.params)))
+    timing = Timer(method, sizes, conditions, options.replicas, ROUNDS, math.inf).run()
+    sent = timing.bytes_sent / options.replicas / max(timing.steps, 1) / 1e6
+    return timing.computed / max(timing.computed + timing.blocked, 1e-30), sent
+
+
+COLUMNS = (
+    Column("method and settings", "", lambda one: one.flags),
+    Column("computing", "% of time", lambda one: one.computing, percent),
+    Column("sent", "MB a replica and step", lambda one: one.sent, figures),
+    Column("rarer", "than measured, times", lambda one: one.factor, figures),
+    Column("gap", "% above ddp", lambda one: one.expected, percent),
+    Column("from", "%", lambda one: one.least, percent),
+    Column("to", "%", lambda one: one.most, percent),
+)
+
+
+def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
+    """The recommendation, what it comes from, and how far it is to be trusted."""
+    best, table = candidates[0], measured()
+    size = options.params / table["parameters"]
+    lines = [Table(COLUMNS, candidates).text(), "", f"take: farflung train {best.flags}"]
+    gap = f"{percent(best.expected)}% above ddp's, from {percent(best.least)} to {percent(best.most)}%"
+    lines.append(f"expected validation loss: {gap}, in a run as short as those measured")
+    lines.append(f'from: docs/evidence.md, "{best.table}"')
+    if best.factor > 1:
+        lines.append(
+            f"Rounds {figures(best.factor)} times as rare were not measured: the middle is how gaps grew with rarer "
+            "rounds of noloco, the least is the measured gap, the most that of replicas that never meet."
+        )
+    for longer in table["longer"]:
+        gaps = f"{mean(longer['gaps']):.1f}%"
+        lines.append(f"Gaps close in longer runs: {longer['steps']} steps, {gaps} for the best row ({longer['what']}).")
+    lines.append(
+        f"This evidence is thin: {table['parameters'] / 1e6:.2f}M parameters ({figures(size)} times fewer than yours), "
+        f"{table['steps']} steps, {table['replicas']} replicas. Compare two methods for a while on your own model."
+    )
+    return "\n".join(lines)

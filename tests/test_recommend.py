@@ -1,0 +1,87 @@
+"""`farflung recommend`: its table is what benches have kept, and its answers obey what links must obey."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from bench.lib import recommended
+from farflung.errors import UserError
+from farflung.planner import recommend as room
+from farflung.planner.options import RecommendOptions
+from farflung.planner.recommend import growth_of, measured, recommend, told
+from farflung.settings import Settings
+
+
+def options(**changes: Any) -> RecommendOptions:
+    return RecommendOptions(**{"link": "100mbps", "params": 1e7, "step_ms": 500.0, "replicas": 4} | changes)
+
+
+def test_the_packages_table_is_what_the_kept_results_say() -> None:
+    assert measured() == json.loads(json.dumps(recommended.made()))
+
+
+def test_gaps_are_those_of_the_page_of_evidence() -> None:
+    page = (recommended.ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    best = next(row for row in measured()["rows"] if row["settings"].get("every_final"))
+    (line,) = re.findall(r"\| \+ rounds that grow rarer, or more frequent \|.*", page)
+    assert f"+{mean(best['gaps']):.1f} ±" in line.split("|")[5]
+    for row in measured()["rows"]:
+        assert f"\n## {row['table']}\n" in page
+
+
+def test_gaps_grow_as_those_of_one_method_at_two_distances() -> None:
+    def row(method: str, every: int, gap: float, **more: Any) -> dict[str, Any]:
+        return {"settings": {"method": method, "every": every, **more}, "gaps": [gap, gap]}
+
+    rows = [row("a", 2, 3.0), row("a", 8, 6.0), row("b", 5, 1.0), row("a", 99, 1.0, codec="int4")]
+    assert growth_of(rows) == pytest.approx(0.5)
+
+
+def test_faster_links_let_rounds_be_as_frequent_and_promise_no_more() -> None:
+    slow, fast = recommend(options(link="20mbps")), recommend(options(link="1gbps"))
+    assert min(one.expected for one in fast) <= min(one.expected for one in slow)
+    for found in (slow, fast):
+        assert [one.middle for one in found] == sorted(one.middle for one in found)
+        for one in found:
+            assert one.computing >= 0.9 and one.factor >= 1
+            assert one.least <= one.expected <= one.most
+    assert mean(one.factor for one in fast) < mean(one.factor for one in slow)
+    alone = mean(measured()["alone"]) / 100
+    assert all(one.least < alone for one in slow) and not any(one.settings["method"] == "nolocox" for one in slow)
+
+
+def test_what_fits_without_change_has_the_measured_gap() -> None:
+    best = recommend(options(link="10gbps", step_ms=5000.0, params=1e5))[0]
+    assert best.settings == {"method": "ddp"} and (best.least, best.expected, best.most) == (0, 0, 0)
+
+
+def test_its_command_is_one_that_train_takes_and_it_tells_how_thin_the_evidence_is() -> None:
+    chosen = options(link="20mbps")
+    candidates = recommend(chosen)
+    text = told(candidates, chosen)
+    (command,) = re.findall(r"^take: farflung train (.*)$", text, flags=re.MULTILINE)
+    words = shlex.split(command)
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(*[iter(words)] * 2, strict=True)}
+    settings = Settings.of(**{name: int(value) if value.isdigit() else value for name, value in given.items()})
+    assert settings.method().schedule.every == candidates[0].settings["every"]
+    assert "were not measured" in text and "evidence is thin" in text and "docs/evidence.md" in text
+    assert not any(len(line) > 300 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("link", ["fast", "100", "0mbps", "-1mbps", "100 mb", ""])
+def test_a_link_that_is_none_is_refused(link: str) -> None:
+    with pytest.raises(UserError, match=f"link is {link!r}; give a bandwidth such as 100mbps"):
+        options(link=link)
+    assert (options(link="1.5 Gbit/s").mbps, options(link="250kbps").mbps) == (1500, 0.25)
+
+
+def test_links_that_are_too_slow_for_anything_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "RAREST", 100)
+    with pytest.raises(UserError, match=r"too slow for 1e\+09 parameters.*100 steps apart; train a smaller model"):
+        recommend(options(params=1e9))
