@@ -14,6 +14,7 @@ from problem import replica, trainer
 from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import Simulation
+from farflung.networks.base import ALONE
 from farflung.outer import Outcome, Round
 from farflung.settings import Settings
 
@@ -39,6 +40,12 @@ def test_two_peers_average_where_two_are_enough(tmp_path: Path, quorum: int) -> 
             assert {one.outcome for one in rounds} == {Outcome.SAT_OUT}
             assert "2 of a quorum of 3 came" in {one.reason for one in rounds}
     assert len(seen) == 2
+
+
+def test_who_is_alone_is_not_told_of_a_slow_link(tmp_path: Path) -> None:
+    with seats(f"file://{tmp_path}/run", tmp_path, 1) as run:
+        rounds = trainer(lambda: methods.diloco(every=1), 2, deadline_s=patience(4))(run.open[0]).rounds
+    assert {(one.outcome, one.reason) for one in rounds} == {(Outcome.SAT_OUT, ALONE["nobody"])}
 
 
 def test_where_all_stay_a_quorum_is_refused_and_the_recipe_is_what_its_parts_are() -> None:

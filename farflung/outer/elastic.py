@@ -175,7 +175,8 @@ class ElasticLoop(OuterLoop):
                 why = f"the round's host (replica {party.host}) says that its anchors are not the others'"
                 return Result(message, (), Outcome.BEHIND, why, host=party.host)
             if len(party.group) < 2:
-                why = "slow link" if group == (self.network.rank,) else party.alone
+                stays_out = group == (self.network.rank,) and not self.method.topology.identical
+                why = "slow link" if stays_out else party.alone
                 return Result(message, (), Outcome.SAT_OUT, ALONE[why])
             if (came := len(party.group)) < (quorum := self.method.quorum):
                 return Result(message, (), Outcome.SAT_OUT, f"{came} of a quorum of {quorum} came")
