@@ -15,6 +15,7 @@ from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
 from farflung.hooks.wholes import Wholes
+from farflung.primal_averaging import PrimalAveraging as PrimalAveraging
 from farflung.slow_momentum import SLOW, SlowAdamW, mixed
 
 Scale = Literal["rms", "fans"]
@@ -319,8 +320,9 @@ MUON = Inner(MuonAdamW, lr=1e-2, settings=_OF_MUON)
 MULOCO = Inner(partial(MuonAdamW, momentum=0.9, nesterov=False, scale="fans"), lr=2e-2, settings=_OF_MUON)
 """As MuLoCo's authors have it (arXiv 2505.23725); they also take a weight decay of 0.005 or less."""
 SIGN = Inner(SignSGD, lr=1e-2)
+GPA = Inner(PrimalAveraging, lr=3e-3)
 
-INNER = {"adamw": ADAMW, "muon": MUON, "muloco": MULOCO, "sign": SIGN}
+INNER = {"adamw": ADAMW, "muon": MUON, "muloco": MULOCO, "sign": SIGN, "gpa": GPA}
 """Inner optimizers by the names that settings give them."""
 
 

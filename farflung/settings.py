@@ -124,7 +124,7 @@ class RunSettings(Checked):
 class InnerSettings(Checked):
     """How each replica trains."""
 
-    inner: Literal["adamw", "muon", "muloco", "sign"] | None = None
+    inner: Literal["adamw", "muon", "muloco", "sign", "gpa"] | None = None
     """The inner optimizer; muon is for the layers' matrices, AdamW for the rest. Unset: the method's, mostly muon."""
     muon_momentum: float | None = setting(None, least=0, below=1)
     """Muon's momentum; unset: 0.95, or 0.9 with muloco."""

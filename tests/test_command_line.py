@@ -27,7 +27,7 @@ from farflung.errors import UserError
 from farflung.mixtures.kinds import KINDS
 from farflung.mixtures.pictures.student import StudentSettings
 from farflung.networks.listening import ListenAddress
-from farflung.planner.options import PlanOptions
+from farflung.planner.options import PlanOptions, RecommendOptions
 from farflung.planner.simulation import SimulateOptions
 from farflung.settings import Settings, read_settings
 from farflung.testing.hosts import processes_of
@@ -119,7 +119,8 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
 
 
 OPTIONS = (*map(type, vars(Settings()).values()), *(kind.Settings for _, kind in WORKLOADS.usable()))
-OPTIONS += (ListenAddress, PlanOptions, SimulateOptions, *(kind.Settings for kind in KINDS.values()), StudentSettings)
+OPTIONS += (ListenAddress, PlanOptions, RecommendOptions, SimulateOptions, StudentSettings)
+OPTIONS += tuple(kind.Settings for kind in KINDS.values())
 OF_TRACKERS = {"logdir", "project"}
 OF_TYRO = {"tyro-print-completion"}
 OF_TORCHRUN = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "max-restarts"}

@@ -30,6 +30,7 @@ FLOORS = {
     "data": 4,
     "hooks": 4,
     "slow_momentum": 5,
+    "primal_averaging": 5,
     "inner": 6,
     "memory": 6,
     "embeddings": 7,

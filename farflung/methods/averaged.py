@@ -117,6 +117,21 @@ def des_loc(every: int | str = 50) -> Method:
     return outer.Method(outer.Schedule(every), outer=outer.Average, inner=inner.ADAMW, companions=(moments,))
 
 
+def gpa(every: int | str = 50, codec: Codec | str | None = None) -> Method:
+    """Inner steps that look ahead by primal averaging, in place of outer ones; only the fast weights are averaged.
+
+    Paper: 2025, Generalized Primal Averaging, arXiv 2512.17131
+    """
+    return outer.Method(
+        outer.Schedule(every),
+        codec=codec_of(codec, codecs.Dense()),
+        outer=nesterov(lr=1.0, momentum=0.0),
+        inner=inner.GPA,
+        needs_inner=inner.PrimalAveraging,
+        companions=(outer.FastWeights(),),
+    )
+
+
 def sparta(every: int | str = 1, codec: Codec | str | None = None) -> Method:
     """A random 0.5 % of the weights averaged among all in every step; the rest goes its own way until its turn comes.
 

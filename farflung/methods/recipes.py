@@ -13,6 +13,7 @@ from farflung.methods.averaged import (
     diloco,
     dilocox,
     eager_diloco,
+    gpa,
     sparseloco,
     sparta,
     streaming_diloco,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _ALL = (
     *(noloco, nolocox, gasloc, factored_gossip, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco),
-    *(decoupled_diloco, sparta, des_loc, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
+    *(decoupled_diloco, sparta, des_loc, gpa, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
 )
 
 

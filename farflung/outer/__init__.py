@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from farflung.outer.options import Options
     from farflung.outer.outcomes import Outcome, Round
+    from farflung.outer.primal import FastWeights
     from farflung.outer.schedules import Schedule
     from farflung.outer.session import Session
     from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of
@@ -50,6 +51,7 @@ __all__ = [
     "Eager",
     "ElasticLoop",
     "Everyone",
+    "FastWeights",
     "GossipDrift",
     "GossipNesterov",
     "GradientLoop",

@@ -17,10 +17,13 @@ class Along:
     """One loop's companion: does nothing, wherever it is asked."""
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
-        """A fragment's round starts now, or there are no more of them."""
+        """A fragment's round starts now."""
 
     def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
         """A fragment's round was applied."""
+
+    def finish(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """What is under way is applied now, before its time, as when rounds end."""
 
     def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
         """The state is about to be told: what is under way is waited for, and kept with the anchor."""

@@ -346,7 +346,7 @@ class OuterLoop(Session):
         while self._rounds.pending:
             self._apply(self._rounds.pending.pop(0), starts=False)
         for companion, sync in product(self._companions, self._rounds.syncs):
-            companion.before(sync, self._weights[sync.index])
+            companion.finish(sync, self._weights[sync.index])
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""

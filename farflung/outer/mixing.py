@@ -78,6 +78,10 @@ class Mixing(Along):
             weights.write(theta.add_(mixed - weights.anchor))
             weights.anchor.copy_(mixed)
 
+    def finish(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        self.before(sync, weights)
+
     def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
         """See Along."""
         if sync.index not in self._under_way:

@@ -1,0 +1,63 @@
+"""Rounds of the fast weights that inner optimizers of primal averaging keep beside the trained ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from farflung.errors import UserError
+from farflung.hooks.shards import own_of
+from farflung.outer.companions import Along
+from farflung.primal_averaging import FAST, SLOW, PrimalAveraging
+
+if TYPE_CHECKING:
+    from farflung.outer.fragments import Weights
+    from farflung.outer.loop import OuterLoop
+    from farflung.outer.outcomes import Result
+    from farflung.outer.round import Sync
+
+
+@dataclass(frozen=True)
+class FastWeights:
+    """Has rounds exchange the fast weights z of PrimalAveraging, and not those that the model shows (GPA).
+
+    These lie between z and an average x, which stays each replica's own. For rounds that land in the step in which they
+    start.
+    """
+
+    def along(self, loop: OuterLoop) -> Along:
+        """See Companion."""
+        if loop.method.schedule.delay:
+            raise UserError(f"delay is {loop.method.schedule.delay}, but fast weights are exchanged at once; give 0")
+        return Swapping(loop)
+
+
+class Swapping(Along):
+    """One loop's fast weights, in the model's place while a round is held."""
+
+    def __init__(self, loop: OuterLoop) -> None:
+        self._loop = loop
+
+    def before(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """Puts the fast weights into the model."""
+        for shown, state, _ in self._kept(weights):
+            shown.copy_(own_of(state[FAST]))
+
+    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
+        """Takes new ones from there, and puts back what lies between them and their average."""
+        for shown, state, between in self._kept(weights):
+            own_of(state[FAST]).copy_(shown)
+            shown.copy_(torch.lerp(shown, own_of(state[SLOW]), between))
+
+    def _kept(self, weights: Weights) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
+        """What the model shows of each parameter, what is kept of it, and how near to the average it is shown."""
+        for optimizer in self._loop.trained.optimizers:
+            if isinstance(optimizer, PrimalAveraging):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if any(parameter is one for one in weights.fragment.parameters) and optimizer.state[parameter]:
+                            yield own_of(parameter.detach()), optimizer.state[parameter], group["between"]

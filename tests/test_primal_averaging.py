@@ -1,0 +1,122 @@
+"""Generalised primal averaging, against AdamW, its equations, and replicas in a plain loop."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problem import flat, inner_steps, small_model
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.errors import UserError
+from farflung.networks import SimulatedNetwork, Simulation
+from farflung.outer import FastWeights, Method, Schedule
+from farflung.primal_averaging import PrimalAveraging
+
+STEPS, EVERY, REPLICAS = 20, 4, 3
+SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+
+
+def pull(theta: Any, step: int, rank: int = 0) -> Any:
+    """A gradient that depends on where it is taken."""
+    return theta * 0.5 + np.sin(np.arange(12).reshape(4, 3) + step + 7.0 * rank)
+
+
+class Reference:
+    """One replica in numpy."""
+
+    def __init__(self, average: float, between: float) -> None:
+        self.z = self.x = np.ones((4, 3))
+        self.m, self.v, self.t = np.zeros((4, 3)), np.zeros((4, 3)), 0
+        self.average, self.between = average, between
+
+    @property
+    def y(self) -> Any:
+        return self.between * self.x + (1 - self.between) * self.z
+
+    def step(self, rank: int) -> None:
+        g, self.t = pull(self.y, self.t, rank), self.t + 1
+        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.95 * self.v + 0.05 * g**2
+        d = self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.95**self.t)) + 1e-8)
+        self.z = (1 - 0.05 * 0.1) * self.z - 0.05 * d
+        self.x = self.average * self.x + (1 - self.average) * self.z
+
+
+def trained(method: Method, make: Any, steps: int, replicas: int) -> list[Tensor]:
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = nn.Linear(3, 4, bias=False).double()
+        nn.init.ones_(model.weight)
+        optimizer = make(model.parameters())
+        with method.attach(model, optimizer, network):
+            for step in range(steps):
+                model.weight.grad = torch.from_numpy(pull(model.weight.detach().numpy(), step, network.rank))
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    return Simulation(replicas).run(work)
+
+
+def test_without_averages_it_is_adamw() -> None:
+    own = trained(methods.local(), lambda p: PrimalAveraging(p, average=0.0, between=0.0, **SETTINGS), STEPS, 1)
+    adamw = trained(methods.local(), lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), **SETTINGS), STEPS, 1)
+    torch.testing.assert_close(own, adamw)
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS + 3])
+def test_rounds_average_the_fast_weights_alone(steps: int) -> None:
+    """z is the mean of all after each fourth step; x stays each replica's own, and the model shows what is between."""
+    replicas = [Reference(0.9, 0.7) for _ in range(REPLICAS)]
+    for step in range(steps):
+        for rank, one in enumerate(replicas):
+            one.step(rank)
+        if (step + 1) % EVERY == 0:
+            mean = np.mean([one.z for one in replicas], axis=0)
+            for one in replicas:
+                one.z = mean
+    seen = trained(
+        methods.gpa(every=EVERY), lambda p: PrimalAveraging(p, average=0.9, between=0.7, **SETTINGS), steps, REPLICAS
+    )
+    for own, wanted in zip(seen, replicas, strict=True):
+        np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)
+    assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("at", [5, 8])
+def test_it_goes_on_from_its_state_bit_for_bit(at: int) -> None:
+    def work(network: SimulatedNetwork, interrupted: bool) -> Tensor:
+        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+            model = small_model()
+            optimizer = PrimalAveraging(model.parameters(), lr=1e-2)
+            return model, optimizer, methods.gpa(every=EVERY).attach(model, optimizer, network)
+
+        things, file = begun(), io.BytesIO()
+        with things[2]:
+            inner_steps(*things[:2], network.rank, range(at))
+            torch.save([thing.state_dict() for thing in things], file)
+            if not interrupted:
+                inner_steps(*things[:2], network.rank, range(at, STEPS))
+        if interrupted:
+            file.seek(0)
+            things = begun()
+            with things[2]:
+                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
+                    thing.load_state_dict(state)
+                inner_steps(*things[:2], network.rank, range(at, STEPS))
+        return flat(things[0])
+
+    whole, parts = (Simulation(2).run(lambda network, i=i: work(network, i)) for i in (False, True))  # type: ignore[misc]
+    assert all(map(torch.equal, whole, parts))
+
+
+def test_a_delay_is_refused_and_another_inner_optimizer_warned_of() -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = Method(Schedule(every=4, delay=2), outer=torch.optim.SGD, companions=(FastWeights(),))
+    with pytest.raises(UserError, match="delay is 2, but fast weights are exchanged at once; give 0"):
+        late.attach(model, optimizer, SimulatedNetwork.alone())
+    with pytest.warns(UserWarning, match="published with PrimalAveraging, and is another one with SGD"):
+        methods.gpa().attach(model, optimizer, SimulatedNetwork.alone())
