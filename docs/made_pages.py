@@ -105,8 +105,8 @@ def _choices(method: Method) -> str:
     chosen["inner"] = None
     rows = [(f"`{name}`", f"`{value}`") for name, value in chosen.items() if value is not None]
     size = f"One message has {bytes_per_parameter(method):.3g} bytes a parameter and round."
-    if method.companions:
-        size += " What goes along with rounds sends more."
+    if method.sends_more:
+        size += " What goes along with its rounds sends more."
     if method.dealing:
         size = "What a round sends is told in [its how-to page](../how-to/subnets.md#what-travels)."
     return f"{size}\n\n{table(['choice', 'value'], rows)}"

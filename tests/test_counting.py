@@ -29,7 +29,7 @@ ALIKE = (
     *("ef-topk2-int2", "ef-lowrank4-int4", "lowrank2", "threshold5", "ef-threshold5-int8"),
 )
 CASES: dict[str, Callable[[], Method]] = {
-    **{name: RECIPES[name] for name in METHODS if name not in ("nolocox", "local") and not RECIPES[name]().companions},
+    **{name: RECIPES[name] for name in METHODS if name not in ("nolocox", "local") and not RECIPES[name]().sends_more},
     **{f"diloco {name}": lambda name=name: methods.diloco(codec=name) for name in ALIKE},
     **{f"noloco {name}": lambda name=name: methods.noloco(codec=name) for name in (*ALIKE, "modulo4")},
     **{f"ddp {name}": lambda name=name: methods.ddp(codec=name) for name in ALIKE},

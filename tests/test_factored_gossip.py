@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from farflung import methods
+from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import Conditions, SimulatedNetwork, Simulation
 from farflung.outer import MixedAnchors, RandomGroups, Round
+from farflung.planner.outlook import outlook
+from farflung.planner.simulation import method_names
+from farflung.settings import Settings
 
 EVERY, ROUNDS = 2, 9
 
@@ -81,3 +85,11 @@ def test_the_mean_among_all_is_hidden_behind_training() -> None:
         for method in (methods.factored_gossip(every=EVERY), methods.noloco(every=EVERY))
     ]
     assert waited[0] == pytest.approx(waited[1], rel=1e-6)
+
+
+def test_what_more_is_sent_is_not_planned_and_said_to_be_more() -> None:
+    with pytest.raises(UserError, match="factored-gossip exchanges more than messages, which is not planned yet"):
+        method_names("noloco,factored-gossip")
+    assert method_names("gpa") == ["gpa"] and not methods.gpa().sends_more
+    settings = Settings.of(method="factored-gossip", every=5, model="micro", network="simulated", steps=10)
+    assert "a replica sends at least" in dict(outlook(settings, torch.device("cpu")))["rounds"]

@@ -70,7 +70,7 @@ def methods(arguments: list[str]) -> None:
         shown = {key: value for key, value in defaults_of(name).items() if key != "seed"}
         settings = ", ".join(key if value is None else f"{key}={value}" for key, value in shown.items())
         size = f"{bytes_per_parameter(method):.3g} bytes a parameter and round: {method.codec!r}"
-        size += " for what all share" if method.dealing else ""
+        size += " for what all share" if method.dealing else " and more" if method.sends_more else ""
         lines = [what, paper.strip(), size, f"settings: {settings or 'none'}"]
         print(f"{name:16} " + f"\n{'':17}".join(lines) + "\n")
     if wanted:

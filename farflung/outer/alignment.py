@@ -32,6 +32,8 @@ class AlignedSteps:
     groups have an `align` above 0: Muon.
     """
 
+    sends_more = False
+
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
         return Aligning(loop)

@@ -32,5 +32,8 @@ class Along:
 class Companion(Protocol):
     """A value that says what goes along with a method's rounds."""
 
+    sends_more: bool
+    """Whether replicas exchange more because of it."""
+
     def along(self, loop: OuterLoop) -> Along:
         """What goes along with one loop's. Raises UserError where it cannot."""

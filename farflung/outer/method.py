@@ -145,6 +145,11 @@ class Method:
         return self.outer is None or self.schedule.every is not None
 
     @property
+    def sends_more(self) -> bool:
+        """Whether what goes along with its rounds exchanges more than their messages."""
+        return any(companion.sends_more for companion in self.companions)
+
+    @property
     def needs_equal_anchors(self) -> bool:
         """Whether only replicas with the same anchors may average; else rounds draw them together."""
         plain = self.fuse == "mean" and not (self.merge.turn or self.merge.only_sent)

@@ -38,6 +38,7 @@ class MixedAnchors:
     """
 
     topology: Topology = field(default_factory=Everyone)
+    sends_more = True
 
     def along(self, loop: OuterLoop) -> Mixing:
         """See Companion."""

@@ -33,6 +33,7 @@ class AveragedMoments:
     """
 
     rhythms: tuple[tuple[str, int], ...]
+    sends_more = True
 
     def __post_init__(self) -> None:
         if bad := [(name, rounds) for name, rounds in self.rhythms if rounds < 1]:

@@ -29,6 +29,8 @@ class FastWeights:
     start.
     """
 
+    sends_more = False
+
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
         if loop.method.schedule.delay:

@@ -84,7 +84,8 @@ def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]
     count = settings.run.steps // every
     between = counted(every, "step") if seconds is None else duration(seconds)
     told = f"{count} of {name}, each {between}"
-    return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
+    sends = "sends at least" if method.sends_more else "sends"
+    return f"{told}; a replica {sends} {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
 
 
 def _places(settings: Settings, model: Architecture | None, outline: nn.Module) -> list[list[Cell]]:

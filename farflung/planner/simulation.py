@@ -74,7 +74,7 @@ def method_names(listed: str) -> list[str]:
     known = list(dict.fromkeys(map(RECIPES.current, names)))
     if dealt := [name for name in known if RECIPES[name]().dealing]:
         raise UserError(f"{dealt[0]} sends units of a model, whose bytes are not planned yet; leave it out")
-    if along := [name for name in known if RECIPES[name]().companions]:
+    if along := [name for name in known if RECIPES[name]().sends_more]:
         raise UserError(f"{along[0]} exchanges more than messages, which is not planned yet; leave it out")
     return known
 
