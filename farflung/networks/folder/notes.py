@@ -77,17 +77,22 @@ class Notes:
         self.missing: set[str] = set()
         """Own objects that somebody else has removed."""
 
-    def post(self, kind: Kind, said: Callable[..., Note], parts: Sequence[bytes | memoryview] = ()) -> Written:
-        """Writes an object; `said` makes its note of what is given here. Raises StoreAwayError."""
+    def post(
+        self, kind: Kind, said: Callable[..., Note], parts: Sequence[bytes | memoryview] = (), sealed: bytes = b""
+    ) -> Written:
+        """Writes an object; `said` makes its note of what is given here. What is `sealed` already follows its parts.
+
+        Raises StoreAwayError.
+        """
         with self._writing:
             self._number += 1
-            size = sum(map(len, parts)) + OVERHEAD * len(parts)
+            size = sum(map(len, parts)) + OVERHEAD * len(parts) + len(sealed)
             if len(parts) > 1:
                 size += HEADER * len(parts) + OVERHEAD
             who: dict[str, Any] = {"kind": kind, "rank": self.rank, "session": self.session, "number": self._number}
             note = said(**who, time=time.time(), size=size)
         name = self.seals.name(note)
-        self.store.put(name, self._sealed(name, parts))
+        self.store.put(name, self._sealed(name, parts) + sealed)
         self._mine[name] = time.monotonic()
         return Written(name, note, b"")
 
@@ -126,14 +131,18 @@ class Notes:
         end = begin + sizes[part]
         return self.opened(peer, name, part + 1, whole[begin:end] if whole else self.store.get(name, begin, end))
 
-    def opened(self, peer: str, name: str, part: int, content: bytes) -> memoryview:
+    def opened(self, peer: str, name: str, part: int, content: bytes | memoryview) -> memoryview:
         """What a part of an object says, if a peer has signed it; else counts why not. Raises SealError."""
         try:
-            signature, told = self.seals.told(name, part, content)
-            check_told(peer, name, part, signature, told)
+            return self.unsealed(peer, name, part, content)
         except SealError as error:
             self._guard.refuse(f"{error.kind} object")
             raise
+
+    def unsealed(self, peer: str, name: str, part: int, content: bytes | memoryview) -> memoryview:
+        """What a part of an object says, if a peer has signed it. Raises SealError."""
+        signature, told = self.seals.told(name, part, content)
+        check_told(peer, name, part, signature, told)
         return told
 
     def checked(self, peer: str, written: Written) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, mean_in_order
+from farflung.networks.folder.bundles import SMALL, Bundles
 from farflung.networks.folder.meetings import FIRST_PAUSE
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import Presence
@@ -32,10 +33,13 @@ ROOM = 1 << 20
 """Bytes that a packet may be larger than expected."""
 ROUND: ContextVar[bytes] = ContextVar("round", default=b"")
 """The subject of the round at which this thread exchanges packets."""
-SMALL = 1 << 19
-"""Bytes of a tensor that each of several members averages by itself."""
-PAUSE_SHARE, LONGEST_PAUSE = 0.15, 2.0
-"""A pause between two looks for packets, as a part of the time since this peer has begun to write; seconds at most."""
+BUNDLING = 2
+"""What another one takes to read and bundle packets, at least, in times of what this peer takes to write its own."""
+LATE_SHARE = 0.25
+"""How long bundles are waited for, as a part of the time for all."""
+PAUSE_SHARE, PAUSE_OF_MANY, LONGEST_PAUSE = 0.15, 0.3, 2.0
+"""A pause between two looks for packets, as a part of the time since this peer has begun to write, among few and where
+there are bundles; seconds at most."""
 
 
 class PacketExchanges(RealNetwork):
@@ -66,7 +70,7 @@ class PacketExchanges(RealNetwork):
             return Finished({self.rank: packet}, self.now())
 
         def work(transfer: Transfer[Packets]) -> Packets:
-            self._swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline)
+            self._swap(dict.fromkeys(transfer.others, packet), transfer, key, self._deadline, bundled=True)
             return transfer.all_with(packet)
 
         return self.begin(group, work)
@@ -93,7 +97,7 @@ class PacketExchanges(RealNetwork):
             return Finished(tensor, self.now())
 
         def whole(transfer: Transfer[Tensor]) -> Tensor:
-            self._swap(dict.fromkeys(transfer.others, bytes_of(tensor)), transfer, key, self._deadline)
+            self._swap(dict.fromkeys(transfer.others, bytes_of(tensor)), transfer, key, self._deadline, bundled=True)
             flat = tensor.view(-1)
             packets = transfer.all_with(bytes_of(flat))
             if any(len(packet) != flat.nbytes for packet in packets.values()):
@@ -155,33 +159,49 @@ class PacketExchanges(RealNetwork):
         self._swap(packets, transfer, f"{key}, to be combined", half)
         received = {rank: transfer.delivered.pop(rank) for rank in sorted(transfer.delivered)}
         combined = combine(received)
-        self._swap(dict.fromkeys(received, combined), transfer, f"{key}, combined", half)
+        self._swap(dict.fromkeys(received, combined), transfer, f"{key}, combined", half, bundled=True)
         return transfer.all_with(combined)
 
-    def _swap(self, packets: Packets, transfer: Transfer[Any], key: str, deadline_s: float) -> None:
-        """Writes the packets, and reads the others': who fails in that is lost, the rest goes on."""
+    def _swap(
+        self, packets: Packets, transfer: Transfer[Any], key: str, deadline_s: float, bundled: bool = False
+    ) -> None:
+        """Writes the packets, and reads the others': who fails in that is lost, the rest goes on.
+
+        They may come `bundled` where each has the same for all.
+        """
         subject = self.peers.notes.seals.subject("packet", key, transfer.group)
+        contents = _contents(packets, transfer.group)
+        bundles = Bundles(self.peers, subject, transfer.group if bundled else ())
         began = self.now()
         missing = {rank for rank in packets if rank not in transfer.lost}
         suspects = set[int]()  # a listing may miss what is just being replaced: who is gone is so in two of them
         try:
-            self._write(packets, transfer.group, subject)
+            own = self._write(contents, subject, len(packets))
+            if bundles.used and not bundles.bears:
+                self._pause(BUNDLING, began)
             while missing:
                 listing = self.peers.look(time.monotonic())
-                there = self.peers.of(listing.written, Kind.PACKET, subject)
-                self._read_all([there[rank] for rank in missing & there.keys()], transfer)
+                late = self.now() - began > LATE_SHARE * deadline_s
+                gone = self._gone(missing, listing)
+                silent = set(transfer.group) if late else gone | transfer.lost.keys()
+                self._read_all(bundles, subject, listing, transfer, silent)
                 missing -= transfer.delivered.keys() | transfer.lost.keys()
-                gone, suspects = suspects.intersection(self._gone(missing, listing)), self._gone(missing, listing)
-                transfer.lost |= dict.fromkeys(gone, "it has gone, or has left the round")
-                missing -= gone
+                self._keep(bundles.write(own, contents[0], missing))
+                lost, suspects = suspects & gone & missing, gone
+                transfer.lost |= dict.fromkeys(lost, "it has gone, or has left the round")
+                missing -= lost
                 if self.now() - began > deadline_s:
                     transfer.lost |= dict.fromkeys(missing, f"it did not deliver within {deadline_s:g} s")
                     break
                 if missing:
-                    time.sleep(min(max(FIRST_PAUSE, PAUSE_SHARE * (self.now() - began)), LONGEST_PAUSE))
+                    self._pause(PAUSE_OF_MANY if bundles.used else PAUSE_SHARE, began)
         except StoreAwayError as error:
             transfer.lost |= dict.fromkeys(missing, plain(str(error)))
         self._count(packets, transfer)
+
+    def _pause(self, share: float, began: float) -> None:
+        """Waits for a part of the time that has passed."""
+        time.sleep(min(max(FIRST_PAUSE, share * (self.now() - began)), LONGEST_PAUSE))
 
     def _gone(self, missing: set[int], listing: Listing) -> set[int]:
         """Those of some who will write no packet any more: who is at a round says so until it has all."""
@@ -189,24 +209,36 @@ class PacketExchanges(RealNetwork):
         at = self.peers.of(listing.written, Kind.HERE, round)
         return {rank for rank in missing if self.peers.found(rank) is None or (round and rank not in at)}
 
-    def _write(self, packets: Packets, group: Group, subject: bytes) -> None:
-        """Writes one object: a part for each receiver, in the group's order, or one for all."""
-        parts = [packets[rank] for rank in group if rank in packets]
-        if all(part is parts[0] for part in parts):
-            parts = parts[:1]
-        content = [part.detach().cpu().contiguous().numpy().data.cast("B") for part in parts]
-        count = len(content)
-        said = self.peers.said
-        note = self.peers.notes.post(Kind.PACKET, lambda **who: said(**who, subject=subject, count=count), content)
-        self._kept.append((note.name, self.now() + self._deadline, ROUND.get()))
-        self.traffic.packets_sent += len(packets)
+    def _write(self, contents: list[memoryview], subject: bytes, receivers: int) -> Written:
+        """Writes one object: a part for each receiver, in the group's order, or one for all. Raises StoreAwayError."""
+        said, count = self.peers.said, len(contents)
+        own = self.peers.notes.post(Kind.PACKET, lambda **who: said(**who, subject=subject, count=count), contents)
+        self._keep([own])
+        self.traffic.packets_sent += receivers
+        return own
 
-    def _read_all(self, written: list[Written], transfer: Transfer[Any]) -> None:
-        """Reads some packets at a time."""
-        for _ in self.peers.readers.map(lambda one: self._read(one, transfer), written):
+    def _keep(self, written: list[Written]) -> None:
+        """Has objects removed when nobody wants them any longer."""
+        self._kept += [(one.name, self.now() + self._deadline, ROUND.get()) for one in written]
+
+    def _read_all(
+        self, bundles: Bundles, subject: bytes, listing: Listing, transfer: Transfer[Any], silent: set[int]
+    ) -> None:
+        """Reads what has come: bundles, and the packets of whom no bundle is still to come; some objects at a time."""
+        known = {self.rank, *transfer.delivered, *transfer.lost}
+        there = {
+            rank: packet
+            for rank, packet in self.peers.of(listing.written, Kind.PACKET, subject).items()
+            if rank in transfer.group and rank not in known
+        }
+        for found in self.peers.readers.map(lambda one: bundles.packets(one, there), bundles.come(listing)):
+            for rank, told in found.items():
+                self._deliver(rank, told, transfer)
+        alone = [one for rank, one in there.items() if rank not in transfer.delivered and bundles.alone(one, silent)]
+        for _ in self.peers.readers.map(lambda one: self._read(one, bundles, transfer), alone):
             pass
 
-    def _read(self, written: Written, transfer: Transfer[Any]) -> None:
+    def _read(self, written: Written, bundles: Bundles, transfer: Transfer[Any]) -> None:
         note = written.note
         member = self.peers.members.by_rank[note.rank]
         if note.size > self.largest + OVERHEAD * (note.count + 1):
@@ -215,16 +247,24 @@ class PacketExchanges(RealNetwork):
             return
         receivers = [rank for rank in transfer.group if rank != note.rank]
         try:
-            told = self.peers.notes.read(self.peers.peer_of(note), written, receivers.index(self.rank))
-            transfer.delivered[note.rank] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-            self.traffic.packets_received += 1
-        except (SealError, FileNotFoundError) as error:
+            self._deliver(note.rank, bundles.packet(written, receivers.index(self.rank)), transfer)
+        except (SealError, FileNotFoundError, StoreAwayError) as error:
             transfer.lost[note.rank] = plain(str(error))
-        except StoreAwayError as error:
-            transfer.lost[note.rank] = plain(str(error))
+
+    def _deliver(self, rank: int, told: memoryview, transfer: Transfer[Any]) -> None:
+        transfer.delivered[rank] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        self.traffic.packets_received += 1
 
     def _count(self, packets: Packets, transfer: Transfer[Any]) -> None:
         """Notes who has delivered, and who has not though it is there."""
         for rank in packets:
             if member := self.peers.members.by_rank.get(rank):
                 (self.peers.guard.missed if rank in transfer.lost else self.peers.guard.delivered)(member.peer)
+
+
+def _contents(packets: Packets, group: Group) -> list[memoryview]:
+    """A part for each receiver, in the group's order, or one for all."""
+    parts = [packets[rank] for rank in group if rank in packets]
+    if all(part is parts[0] for part in parts):
+        parts = parts[:1]
+    return [part.detach().cpu().contiguous().numpy().data.cast("B") for part in parts]

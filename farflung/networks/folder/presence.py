@@ -219,7 +219,7 @@ class Presence:
             try:
                 if self.info["listed"]:
                     self.beat()
-                self._tidy(self.look(time.monotonic()))
+                self._tidy(self.look(time.monotonic() - BEAT_SECONDS))  # who has just looked need not look again
                 if since is not None:
                     self.tell(f"the folder is there again, after {duration(time.monotonic() - since)}")
                 since, self.away = None, ""

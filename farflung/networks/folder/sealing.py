@@ -57,6 +57,8 @@ class Kind(IntEnum):
     """Of a state."""
     STATE = 6
     """A state's description."""
+    BUNDLE = 7
+    """Of packets, as their writers have sealed them."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ class Seals:
         signature = bytes.fromhex(self._identity.sign(_signed(bound, told)))
         return bound + nonce + self._contents.encrypt(nonce, signature + bytes(told), bound)
 
-    def told(self, name: str, part: int, content: bytes) -> tuple[bytes, memoryview]:
+    def told(self, name: str, part: int, content: bytes | memoryview) -> tuple[bytes, memoryview]:
         """What a part of an object says, and its signature, which is still to be checked. Raises SealError."""
-        bound, nonce = content[:BOUND], content[BOUND : BOUND + NONCE]
+        bound, nonce = bytes(content[:BOUND]), bytes(content[BOUND : BOUND + NONCE])
         if len(content) < OVERHEAD:
             raise SealError("truncated")
         try:
