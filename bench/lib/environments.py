@@ -1,4 +1,4 @@
-"""Other libraries, each in an environment of its own below runs/others, beside this repository's code."""
+"""Other libraries, each in an environment or a folder of its own below runs/others, beside this repository's code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 from importlib.metadata import version
+from pathlib import Path
 
 from bench.lib.store import ROOT
 
@@ -30,3 +31,18 @@ def python_of(library: str) -> str:
         subprocess.run([*install, "--no-deps", "-e", str(ROOT)], check=True)
         (folder / "ready").touch()
     return str(python)
+
+
+PACKAGES = {"s3": ("s3fs==2026.9.0", "moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5")}
+"""What needs older versions of what others need: botocore an older python-dateutil."""
+
+
+def packages_of(name: str) -> Path:
+    """A folder of packages for PYTHONPATH, which comes before what is installed; makes it if need be."""
+    folder = ROOT / "runs" / "others" / name
+    if not (folder / "ready").exists():
+        print(f"installing {', '.join(PACKAGES[name])} in {folder}", flush=True)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "--upgrade", "--target", str(folder), *PACKAGES[name]], check=True)
+        (folder / "ready").touch()
+    return folder

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from fsspec.config import conf
 from fsspec.core import url_to_fs
-from tenacity import Retrying, retry_if_not_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_not_exception_type, stop_after_delay, wait_random_exponential
 
 from farflung.errors import UserError
 from farflung.networks.base import Traffic
@@ -20,10 +22,22 @@ T = TypeVar("T")
 FINAL = (FileNotFoundError, FileExistsError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 """What does not pass when it is tried again."""
 LONGEST_PAUSE_SECONDS = 15.0
-RENAMED = {"file", "local", "sftp", "ssh", "smb"}
-"""Stores where others may see a file before all of it is written: there it is written beside, and renamed."""
+RENAMED: dict[str, Callable[[Any, str, str], None]] = {
+    "file": lambda files, beside, path: _linked(files, beside, path),
+    "local": lambda files, beside, path: _linked(files, beside, path),
+    "smb": lambda files, beside, path: files.mv(beside, path),
+    "sftp": lambda files, beside, path: files.ftp.rename(beside, path),
+    "ssh": lambda files, beside, path: files.ftp.rename(beside, path),
+    "webdav": lambda files, beside, path: files.client.move(beside, path, overwrite=False),
+}
+"""Stores where others may see a file before all of it is written: there it is written beside, and renamed.
+
+How that is done so that it fails where there is such a file already: of two that write it, one has.
+"""
 BESIDE = "."
 """How the name of a file begins that is not whole yet."""
+ONE_AT_A_TIME = {"sftp", "ssh"}
+"""Stores whose connection bears but one request at a time."""
 REMOVED_AT_ONCE = {"s3", "s3a", "gs", "gcs"}
 """Stores that remove many objects with one request."""
 
@@ -42,22 +56,28 @@ class Store:
         self.url = url.rstrip("/")
         self.traffic = traffic
         self._patience_s = patience_s
-        try:
-            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True)
-        except ImportError as error:
-            raise UserError(f"cannot open {url}: {error}; install it with pip") from error
-        except Exception as error:  # each store has errors of its own for what it cannot reach
-            raise UserError(f"cannot open {url}: {error}; see that the address and your access are right") from error
+        self._open()
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else set(self._files.protocol)
-        self._renames = bool(protocols & RENAMED)
+        self._rename = next((RENAMED[one] for one in protocols & RENAMED.keys()), None)
         self._one_removal = bool(protocols & REMOVED_AT_ONCE)
+        self._turn = threading.Lock() if protocols & ONE_AT_A_TIME else contextlib.nullcontext()
         self._creates = (
             "mode" in inspect.signature(getattr(self._files, "_pipe_file", self._files.pipe_file)).parameters
         )
 
+    def _open(self) -> None:
+        """Connects to the store, perhaps anew. Raises UserError."""
+        try:
+            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **_where(self.url))
+        except ImportError as error:
+            raise UserError(f"cannot open {self.url}: {error}; install it with pip") from error
+        except Exception as error:  # each store has errors of its own for what it cannot reach
+            why = f"cannot open {self.url}: {error}"
+            raise UserError(f"{why}; see that the address and your access are right") from error
+
     def begin(self) -> None:
         """Makes the folder where such a thing exists. Raises StoreAwayError."""
-        if not self._renames:
+        if not self._rename:
             return
         try:
             self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
@@ -66,13 +86,14 @@ class Store:
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
-        self._asked(lambda: self._write(name, content, self._files.mv))
+        with contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
+            self._asked(lambda: self._write(name, content))
         self.traffic.bytes_sent += len(content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; whether it has. Raises StoreAwayError."""
         try:
-            self._asked(lambda: self._write(name, content, self._link) if self._renames else self._new(name, content))
+            self._asked(lambda: self._write(name, content) if self._rename else self._new(name, content))
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
@@ -84,7 +105,7 @@ class Store:
         try:
             found = self._asked(lambda: self._files.ls(self._root, detail=True))
         except FileNotFoundError as error:
-            if self._renames:  # where `begin` has made it
+            if self._rename:  # where `begin` has made it
                 raise StoreAwayError(f"{self.url} is not there any more") from error
             return {}
         named = ((str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found if one["type"] == "file")
@@ -112,33 +133,27 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _write(self, name: str, content: bytes, place: Callable[[str, str], None]) -> None:
-        """Writes an object; where that takes a while for others to see, beside, and puts it in its place."""
-        if not self._renames:
-            self._files.pipe_file(self._path(name), content)
+    def _write(self, name: str, content: bytes) -> None:
+        """Writes an object; where that takes a while for others to see, beside, and puts it in its place.
+
+        Raises FileExistsError for a file that is there and was written beside.
+        """
+        path = self._path(name)
+        if not self._rename:
+            self._files.pipe_file(path, content)
             return
         beside = self._path(f"{BESIDE}{os.urandom(8).hex()}")
         try:
             self._files.pipe_file(beside, content)
-            place(beside, self._path(name))
+            self._rename(self._files, beside, path)
         except Exception as error:
-            with contextlib.suppress(OSError):  # on a full disk, even a part of it takes room
+            with contextlib.suppress(Exception):  # on a full disk, even a part of it takes room
                 self._files.rm_file(beside)
             if isinstance(error, (FileNotFoundError, NotADirectoryError)):  # it may come back
                 raise OSError(f"{self._root}, or a file just written there, has gone") from error
+            if not isinstance(error, FileExistsError) and self._files.exists(path):  # stores say so in words of theirs
+                raise FileExistsError(path) from error
             raise
-
-    def _link(self, beside: str, path: str) -> None:
-        """Puts a file in its place unless there is one. Raises FileExistsError."""
-        try:
-            self._files.link(beside, path)
-        except FileExistsError:
-            raise
-        except (NotImplementedError, AttributeError, OSError):  # the disk knows no links: two might both come first
-            if self._files.exists(path):
-                raise FileExistsError(path) from None
-            self._files.cp_file(beside, path)
-        self._files.rm_file(beside)
 
     def _new(self, name: str, content: bytes) -> None:
         if self._creates:
@@ -153,12 +168,18 @@ class Store:
 
         def ask() -> T:
             self.traffic.requests += 1
-            return request()
+            with self._turn:
+                return request()
+
+        def anew(_: RetryCallState) -> None:
+            with self._turn, contextlib.suppress(UserError):  # a connection that has broken does not mend by itself
+                self._open()
 
         tries = Retrying(
             retry=retry_if_not_exception_type(FINAL),
             stop=stop_after_delay(self._patience_s),
             wait=wait_random_exponential(multiplier=0.1, max=LONGEST_PAUSE_SECONDS),
+            after=anew,
             reraise=True,
         )
         try:
@@ -167,6 +188,20 @@ class Store:
             raise
         except Exception as error:
             raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {_told(error)}") from error
+
+
+def _linked(files: Any, beside: str, path: str) -> None:
+    """Puts a file of this machine in its place unless there is one. Raises FileExistsError."""
+    try:
+        files.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # the disk knows no links: two might both come first
+        if files.exists(path):
+            raise FileExistsError(path) from None
+        files.mv(beside, path)
+    else:
+        files.rm_file(beside)
 
 
 def _told(error: Exception) -> str:
@@ -180,3 +215,11 @@ def clock_of(store: Store, name: str) -> float | None:
         return float(files.modified(store._path(name)).timestamp())
     except (NotImplementedError, AttributeError, OSError):
         return None
+
+
+def _where(url: str) -> dict[str, str]:
+    """What a store must be told besides its URL: of WebDAV, the server's address, unless fsspec's settings tell it."""
+    protocol, _, rest = url.partition("://")
+    if protocol != "webdav" or "base_url" in conf.get(protocol, {}):
+        return {}
+    return {"base_url": f"https://{rest.partition('/')[0]}"}
