@@ -44,9 +44,11 @@ class Disk:
     def pause(self) -> None:
         """Nobody reaches it any more."""
         self.folder.rename(self.folder.with_name("away"))
+        self.folder.touch()  # else who comes meanwhile would make it again
 
     def resume(self) -> None:
         """It is there again, as it was."""
+        self.folder.unlink()
         self.folder.with_name("away").rename(self.folder)
 
     def left(self) -> list[str]:

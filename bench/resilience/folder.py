@@ -29,6 +29,7 @@ from farflung.networks.internet import Identity
 from farflung.networks.peers.ticket import read_ticket
 from farflung.testing.hosts import LOOPBACK, free_port
 from farflung.testing.peers import PeerProcess, PeerProcesses
+from farflung.testing.waiting import until
 
 needs = unavailable
 
@@ -180,6 +181,7 @@ def disturb(peers: PeerProcesses, server: Disk, options: Options) -> tuple[list[
         gaps.append(newest(peers))
         victim.start()
         time.sleep(15)
+        until(lambda: newest([victim]) < 1, 120, f"{victim.folder.name} to come back")  # noqa: B023
     return gaps, back
 
 

@@ -83,7 +83,7 @@ def kill_some(peers: PeerProcesses, options: Options) -> list[float]:
     return gaps
 
 
-def newest(peers: PeerProcesses) -> float:
+def newest(peers: Iterable[PeerProcess]) -> float:
     """How many seconds ago any peer has written its last event."""
     return min(time.time() - path.stat().st_mtime for peer in peers for path in peer.folder.glob("events/*.jsonl"))
 

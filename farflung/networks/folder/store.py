@@ -22,6 +22,8 @@ T = TypeVar("T")
 FINAL = (FileNotFoundError, FileExistsError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 """What does not pass when it is tried again."""
 LONGEST_PAUSE_SECONDS = 15.0
+STALL_SECONDS = 10.0
+"""How long a request may stand still."""
 RENAMED: dict[str, Callable[[Any, str, str], None]] = {
     "file": lambda files, beside, path: _linked(files, beside, path),
     "local": lambda files, beside, path: _linked(files, beside, path),
@@ -68,7 +70,11 @@ class Store:
     def _open(self) -> None:
         """Connects to the store, perhaps anew. Raises UserError."""
         try:
-            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **_where(self.url))
+            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **_how(self.url))
+            if hasattr(self._files, "ftp"):  # what it is told holds for its beginning
+                self._files.ftp.get_channel().settimeout(STALL_SECONDS)
+            if hasattr(self._files, "retries"):
+                self._files.retries = 1
         except ImportError as error:
             raise UserError(f"cannot open {self.url}: {error}; install it with pip") from error
         except Exception as error:  # each store has errors of its own for what it cannot reach
@@ -217,9 +223,18 @@ def clock_of(store: Store, name: str) -> float | None:
         return None
 
 
-def _where(url: str) -> dict[str, str]:
-    """What a store must be told besides its URL: of WebDAV, the server's address, unless fsspec's settings tell it."""
+def _how(url: str) -> dict[str, Any]:
+    """What a store must be told besides its URL: how long it may stand still, and a WebDAV server's address.
+
+    That is not given where fsspec's settings do. Trying again is not the store's work, which would take minutes.
+    """
     protocol, _, rest = url.partition("://")
-    if protocol != "webdav" or "base_url" in conf.get(protocol, {}):
-        return {}
-    return {"base_url": f"https://{rest.partition('/')[0]}"}
+    if protocol in ("s3", "s3a"):
+        waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"max_attempts": 0}}
+        return {"config_kwargs": waits}
+    if protocol in ("sftp", "ssh"):
+        return dict.fromkeys(("timeout", "banner_timeout", "auth_timeout", "channel_timeout"), STALL_SECONDS)
+    if protocol == "webdav":
+        address = conf.get(protocol, {}).get("base_url", f"https://{rest.partition('/')[0]}")
+        return {"base_url": address, "timeout": STALL_SECONDS}
+    return {}
