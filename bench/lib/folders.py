@@ -1,6 +1,6 @@
 """Folders on real servers of this machine, which can be stopped for a while: a shared disk, S3, WebDAV and SFTP.
 
-    python -m bench.lib.folders KIND FOLDER PORT      serves a folder, where its kind needs a server
+    python -m bench.lib.folders KIND FOLDER ADDRESS PORT      serves a folder, where its kind needs a server
 
 S3 is moto's server, with s3fs, in a folder of packages of its own; WebDAV is wsgidav; SFTP is asyncssh's server.
 """
@@ -79,7 +79,7 @@ class Served(Disk):
             self._process.wait()
 
     def resume(self) -> None:
-        command = [sys.executable, "-m", "bench.lib.folders", self.kind, str(self.folder), str(self.port)]
+        command = [sys.executable, "-m", "bench.lib.folders", self.kind, str(self.folder), "127.0.0.1", str(self.port)]
         with self.folder.with_name(f"{self.kind}.log").open("a") as log:
             self._process = LOOPBACK.popen(command, self.environment, cwd=ROOT, stdout=log, stderr=log)
         until(self._answers, 60, f"the {self.kind} server; see {self.folder.with_name(self.kind)}.log")
@@ -160,13 +160,13 @@ def unavailable() -> str | None:
     return f"{', '.join(missing)} missing; pip install 'farflung[dev]'" if missing else None
 
 
-def _serve_s3(_: Path, port: int) -> None:
+def _serve_s3(_: Path, address: str, port: int) -> None:
     from moto.server import main as serve
 
-    serve(["-H", "127.0.0.1", "-p", str(port)])
+    serve(["-H", address, "-p", str(port)])
 
 
-def _serve_webdav(folder: Path, port: int) -> None:
+def _serve_webdav(folder: Path, address: str, port: int) -> None:
     from cheroot.wsgi import Server
     from wsgidav.wsgidav_app import WsgiDAVApp
 
@@ -176,10 +176,10 @@ def _serve_webdav(folder: Path, port: int) -> None:
         "lock_storage": False,
         "verbose": 1,
     }
-    Server(("127.0.0.1", port), WsgiDAVApp(how), numthreads=16).start()
+    Server((address, port), WsgiDAVApp(how), numthreads=16).start()
 
 
-def _serve_sftp(folder: Path, port: int) -> None:
+def _serve_sftp(folder: Path, address: str, port: int) -> None:
     import asyncssh
 
     class Anybody(asyncssh.SSHServer):
@@ -194,11 +194,12 @@ def _serve_sftp(folder: Path, port: int) -> None:
             return asyncssh.SFTPServer(channel, chroot=os.fsencode(folder))
 
         key = asyncssh.generate_private_key("ssh-ed25519")
-        await asyncssh.listen("127.0.0.1", port, server_factory=Anybody, server_host_keys=[key], sftp_factory=files)
+        await asyncssh.listen(address, port, server_factory=Anybody, server_host_keys=[key], sftp_factory=files)
         await asyncio.Event().wait()
 
     asyncio.run(serve())
 
 
 if __name__ == "__main__":
-    {"s3": _serve_s3, "webdav": _serve_webdav, "sftp": _serve_sftp}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    kind, folder, address, port = sys.argv[1:]
+    {"s3": _serve_s3, "webdav": _serve_webdav, "sftp": _serve_sftp}[kind](Path(folder), address, int(port))

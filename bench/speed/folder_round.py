@@ -1,12 +1,16 @@
 """How long does a round through a folder take, and how many requests does it make?
 Peers in this process meet in a folder, in pairs and all together, and average a message; the store is a folder of this
 machine unless `--at` names another. The time is the slowest peer's; requests are those of a peer and round, with beats
-and removals. Takes two minutes.
+and removals. Then a NoLoCo round of two hosts in namespaces, through a WebDAV server on a third, beside line rate: what
+a packet takes one way. A round goes up and down. Takes four minutes, the second part as root.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,13 +20,19 @@ from statistics import mean, median
 
 import torch
 
+from bench.lib.replica import model_of
 from bench.lib.store import Store
-from bench.lib.table import Part, Table
+from bench.lib.table import Cell, Part, Table
+from farflung import methods
+from farflung.codecs import Modulo
 from farflung.networks import Group, Party, PeerLostError, Pending
 from farflung.networks.folder import FolderNetwork, Identity, Presence, newcomer_info
-from farflung.networks.peers.ticket import Ticket
+from farflung.networks.peers.ticket import Ticket, read_ticket
+from farflung.testing.hosts import NetLab, run_everywhere
+from farflung.testing.waiting import until
 
 DEADLINE = 120.0
+PORT = 4788
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,19 @@ class Options:
     """Rounds of each, after one to begin with; the median counts."""
     pause: float = 3.0
     """Seconds of training between two rounds."""
+    parts: tuple[str, ...] = ("requests", "rate")
+    """What to measure."""
+    parameters: int = 5_000_000
+    """Float32 parameters of the model whose rounds are beside line rate."""
+    rate_mbit: float = 100.0
+    """Each host's link, each way; the server's is a hundred times as fast."""
 
 
-SMOKE = Options(peers=(2,), rounds=1, values=1000, pause=0.1)
+SMOKE = Options(peers=(2,), rounds=1, values=1000, pause=0.1, parts=("requests",))
+METHODS = {
+    "noloco": lambda: methods.noloco(every=1),
+    "noloco, modulo4": lambda: methods.noloco(every=1, codec=Modulo(bits=4)),
+}
 
 
 def begun(url: str, keys: Path, count: int) -> list[FolderNetwork]:
@@ -84,7 +104,8 @@ def round_of(networks: list[FolderNetwork], pairs: bool, number: int, values: in
     return time.monotonic() - began, met / len(networks)
 
 
-def run(options: Options, store: Store) -> Iterator[Part]:
+def requests(options: Options) -> Table:
+    """Requests and seconds of rounds among peers in this process."""
     rows = []
     for count in options.peers:
         for pairs in (True, False)[: 1 if count == 2 else 2]:
@@ -104,4 +125,66 @@ def run(options: Options, store: Store) -> Iterator[Part]:
                 seconds, met = zip(*told[1:], strict=True)
                 rows.append((count, who, mean(met), median(seconds), requests / count / options.rounds))
     columns = {"peers": "d", "meet": "", "met": ".0%", "seconds": ".2f", "requests a peer and round": ".1f"}
-    yield Table(columns, rows, f"{4e-6 * options.values:g} MB a message, median of {options.rounds} rounds")
+    return Table(columns, rows, f"{4e-6 * options.values:g} MB a message, median of {options.rounds} rounds")
+
+
+def peer(name: str, folder: Path, number: int, parameters: int, rounds: int) -> None:
+    """Holds rounds in which little is computed; prints the seconds of each that met, and the bytes of one."""
+    ticket = read_ticket(folder / "run.ticket")
+    info = newcomer_info(ticket, f"peer-{number}") | {"trains": True}
+    network = FolderNetwork(Presence(ticket, Identity(folder / f"{number}.key"), info, print, DEADLINE / 4), DEADLINE)
+    until(lambda: len(network.members()) == 2, DEADLINE, "the other peer")
+    model, optimizer = model_of(parameters, number, lr=1e-3)
+    outcomes, seconds = list[str](), list[float]()
+    with METHODS[name]().attach(model, optimizer, network, on_round=lambda round: outcomes.append(round.outcome)):
+        for turn in range(1 + rounds):
+            (folder / f"{turn} {number}").touch()
+            until(lambda: all((folder / f"{turn} {one}").exists() for one in range(2)), DEADLINE, "it")  # noqa: B023
+            before, began = network.traffic.bytes_sent, time.monotonic()
+            optimizer.step()
+            seconds.append(time.monotonic() - began if outcomes[-1] == "averaged" else math.inf)
+            sent = network.traffic.bytes_sent - before
+    network.close()
+    print(json.dumps({"seconds": seconds[1:], "sent": sent}))
+
+
+def at_rate(options: Options, name: str) -> tuple[Cell, ...]:
+    """A method's row: the median of a round's seconds, of the slower of both, beside line rate one way."""
+    with NetLab(3, options.rate_mbit, {2: 100 * options.rate_mbit}) as lab, tempfile.TemporaryDirectory() as scratch:
+        folder, address = Path(scratch), lab.hosts[2].address
+        (folder / "files").mkdir()
+        Ticket.new("bench", {}).at(("webdav://server/run",)).write(folder / "run.ticket")
+        serve = [sys.executable, "-m", "bench.lib.folders", "webdav", str(folder / "files"), address, str(PORT)]
+        with (folder / "log").open("w") as log:
+            server = lab.hosts[2].popen(serve, stdout=log, stderr=log)
+        try:
+            outputs = run_everywhere(
+                lab.hosts[:2],
+                lambda number: [
+                    *(sys.executable, "-m", __name__, name, scratch, str(number)),
+                    *(str(options.parameters), str(options.rounds)),
+                ],
+                lambda number: {"OMP_NUM_THREADS": "1", "FSSPEC_WEBDAV_BASE_URL": f"http://{address}:{PORT}"},
+                timeout_s=300,
+            )
+        finally:
+            server.kill()
+            server.wait()
+    told = [json.loads(output.splitlines()[-1]) for output in outputs]
+    seconds = median(max(both) for both in zip(*(one["seconds"] for one in told), strict=True))
+    limit = max(one["sent"] for one in told) * 8e-6 / options.rate_mbit
+    return name, seconds, limit, seconds / limit, limit * options.rate_mbit / 8
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    if "requests" in options.parts:
+        yield requests(options)
+    if "rate" in options.parts:
+        about = f"{options.parameters:,} float32 parameters, two hosts at {options.rate_mbit:g} Mbit/s each way"
+        columns = {"round": "", "seconds": ".2f", "line rate, one way": ".2f", "ratio": ".2f", "MB sent": ".2f"}
+        yield Table(columns, [at_rate(options, name) for name in METHODS], about)
+
+
+if __name__ == "__main__":
+    name, folder, *numbers = sys.argv[1:]
+    peer(name, Path(folder), *map(int, numbers))

@@ -177,10 +177,9 @@ class PacketExchanges(RealNetwork):
         suspects = set[int]()  # a listing may miss what is just being replaced: who is gone is so in two of them
         try:
             own = self._write(contents, subject, len(packets))
-            if bundles.used and not bundles.bears:
-                self._pause(BUNDLING, began)
+            pause = self._pause(BUNDLING, began) if bundles.used and not bundles.bears else 0.0
             while missing:
-                listing = self.peers.look(time.monotonic())
+                listing = self.peers.look(time.monotonic() - pause / 2)  # what another exchange has seen will do
                 late = self.now() - began > LATE_SHARE * deadline_s
                 gone = self._gone(missing, listing)
                 silent = set(transfer.group) if late else gone | transfer.lost.keys()
@@ -194,14 +193,16 @@ class PacketExchanges(RealNetwork):
                     transfer.lost |= dict.fromkeys(missing, f"it did not deliver within {deadline_s:g} s")
                     break
                 if missing:
-                    self._pause(PAUSE_OF_MANY if bundles.used else PAUSE_SHARE, began)
+                    pause = self._pause(PAUSE_OF_MANY if bundles.used else PAUSE_SHARE, began)
         except StoreAwayError as error:
             transfer.lost |= dict.fromkeys(missing, plain(str(error)))
         self._count(packets, transfer)
 
-    def _pause(self, share: float, began: float) -> None:
-        """Waits for a part of the time that has passed."""
-        time.sleep(min(max(FIRST_PAUSE, share * (self.now() - began)), LONGEST_PAUSE))
+    def _pause(self, share: float, began: float) -> float:
+        """Waits for a part of the time that has passed; how long it was."""
+        pause = min(max(FIRST_PAUSE, share * (self.now() - began)), LONGEST_PAUSE)
+        time.sleep(pause)
+        return pause
 
     def _gone(self, missing: set[int], listing: Listing) -> set[int]:
         """Those of some who will write no packet any more: who is at a round says so until it has all."""

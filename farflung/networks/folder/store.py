@@ -36,6 +36,8 @@ RENAMED: dict[str, Callable[[Any, str, str], None]] = {
 
 How that is done so that it fails where there is such a file already: of two that write it, one has.
 """
+LARGE = 1 << 19
+"""Bytes of objects that are written one after the other: others read the first while the next is written."""
 BESIDE = "."
 """How the name of a file begins that is not whole yet."""
 ONE_AT_A_TIME = {"sftp", "ssh"}
@@ -58,6 +60,7 @@ class Store:
         self.url = url.rstrip("/")
         self.traffic = traffic
         self._patience_s = patience_s
+        self._link = threading.Lock()
         self._open()
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else set(self._files.protocol)
         self._rename = next((RENAMED[one] for one in protocols & RENAMED.keys()), None)
@@ -87,12 +90,13 @@ class Store:
             return
         try:
             self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
-        except (FileExistsError, NotADirectoryError) as error:
-            raise StoreAwayError(f"{self.url} leads through a file: {_told(error)}") from error
+        except FileExistsError as error:
+            raise StoreAwayError(f"{self.url} is a file: {_told(error)}") from error
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
-        with contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
+        turn = self._link if len(content) > LARGE else contextlib.nullcontext()
+        with turn, contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
             self._asked(lambda: self._write(name, content))
         self.traffic.bytes_sent += len(content)
 
@@ -190,6 +194,8 @@ class Store:
         )
         try:
             return tries(ask)
+        except NotADirectoryError as error:
+            raise StoreAwayError(f"{self.url} leads through a file: {_told(error)}") from error
         except FINAL:
             raise
         except Exception as error:
