@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from patience import patience
 
 from farflung.networks.folder import FolderNetwork, bundles, packets
-from farflung.networks.folder.bundles import CIRCLE, FEW, Bundles, circles, unbundled
+from farflung.networks.folder.bundles import Bundles, unbundled
 from farflung.networks.folder.sealing import Kind
+from farflung.networks.peers.circles import CIRCLE, FEW, circles
 from farflung.networks.peers.frames import FrameError
 
 

@@ -28,6 +28,7 @@ from farflung.codecs import Modulo
 from farflung.networks import Group, Party, PeerLostError, Pending
 from farflung.networks.folder import FolderNetwork, Identity, Presence, newcomer_info
 from farflung.networks.peers.ticket import Ticket, read_ticket
+from farflung.planner.folder import Folder, passage
 from farflung.testing.hosts import NetLab, run_everywhere
 from farflung.testing.waiting import until
 
@@ -179,6 +180,13 @@ def at_rate(options: Options, name: str) -> tuple[Cell, ...]:
 def run(options: Options, store: Store) -> Iterator[Part]:
     if "requests" in options.parts:
         yield requests(options)
+        size, prices = 4.0 * options.values, Folder()
+        for count in options.peers:
+            one = passage(count, [1.0], size)
+            cost = 10_000 * prices.price(one.writes, one.reads, one.down)
+            asked = 10_000 * prices.price(one.writes, one.reads, 0.0)
+            what = f"{cost:.2f} {prices.currency} at S3's list prices, {asked:.2f} of it for requests"
+            yield f"10,000 rounds of all {count}, a peer, by the planner: {what}"
     if "rate" in options.parts:
         about = f"{options.parameters:,} float32 parameters, two hosts at {options.rate_mbit:g} Mbit/s each way"
         columns = {"round": "", "seconds": ".2f", "line rate, one way": ".2f", "ratio": ".2f", "MB sent": ".2f"}

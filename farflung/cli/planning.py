@@ -26,7 +26,7 @@ def plan(arguments: list[str]) -> None:
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
     print(f"farflung: {options.model}, {options.tokens:,.0f} tokens, {counted(len(cluster.workers), 'worker')}\n")
-    print(plan_table(listed, cluster.currency).text())
+    print(plan_table(listed, cluster).text())
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
         print("\n".join(f"  {line}" for line in where(plans[0], cluster)))

@@ -12,6 +12,7 @@ from farflung.codecs import Dense
 from farflung.networks import Conditions
 from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
+from farflung.planner.folder import passage
 from farflung.planner.layout import Layout, UnderWay, latency
 from farflung.planner.machines import Cluster
 from farflung.planner.timing import Timer
@@ -30,11 +31,13 @@ class Exchange:
     Args:
         wire_seconds, latency_seconds: what its bytes take, and what latency adds.
         bytes_sent: by all workers.
+        price: of a folder's requests and bytes, of all workers.
     """
 
     wire_seconds: float = 0.0
     latency_seconds: float = 0.0
     bytes_sent: float = 0.0
+    price: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -54,12 +57,33 @@ def exchange(model: Architecture, method: Method, cluster: Cluster, layout: Layo
         for members in set(map(len, groups)) - set(sizes):
             whole = (message_bytes(method, cells, members) for cells in places)
             sizes[members] = [nbytes / method.schedule.fragments for nbytes in whole]
-        samples.append(_exchange(method, cluster, layout, sizes, groups))
+        through = _through_folder if cluster.through_folder else _exchange
+        samples.append(through(method, cluster, layout, sizes, groups))
     return Exchange(
         mean(sample.wire_seconds for sample in samples),
         mean(sample.latency_seconds for sample in samples),
         mean(sample.bytes_sent for sample in samples),
+        mean(sample.price for sample in samples),
     )
+
+
+def _through_folder(
+    method: Method, cluster: Cluster, layout: Layout, sizes: dict[int, list[float]], groups: Sequence[tuple[int, ...]]
+) -> Exchange:
+    """Each worker's packet goes up to the store, and the others' come down."""
+    folder, wire, away, sent, price = cluster.folder, 0.0, 0.0, 0.0, 0.0
+    for group in groups:
+        parts = traffic_per_hop(method.codec, method.averaging, len(group))
+        each = [passage(len(group), parts, size) for size in sizes[len(group)] if len(group) > 1]
+        sent += len(group) * sum(one.up for one in each)
+        price += len(group) * sum(folder.price(one.writes, one.reads, one.down) for one in each)
+        away = max([away, *(one.seconds(math.inf, folder.latency_ms / 1000) for one in each)])
+        for replica in group:
+            machines = [cluster.workers[worker] for worker in layout.islands[replica]]
+            for machine in set(machines):
+                here = sum(one.seconds(1.0, 0.0) for one, at in zip(each, machines, strict=False) if at == machine)
+                wire = max(wire, here / (cluster.each[machine].network_gbps * 125e6))
+    return Exchange(wire, away, sent, price)
 
 
 def _exchange(

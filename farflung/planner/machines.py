@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 from farflung.errors import UserError
 from farflung.networks import Conditions, conditions_named
 from farflung.networks.simulator.conditions import HEADERS, SMALLEST, Link, Site, check_number
+from farflung.planner.folder import Folder
 from farflung.planner.paths import Matrix
 from farflung.tables import from_table, toml_table
 
@@ -66,12 +67,16 @@ class Cluster:
         links: between sites, and within them.
         conditions: a preset or file whose links are taken for the sites that it names.
         currency: of prices.
+        folder: its prices, where replicas meet in one.
+        through_folder: whether they do.
     """
 
     machines: tuple[Machines, ...]
     links: tuple[Link, ...] = ()
     conditions: str = ""
     currency: str = ""
+    folder: Folder = field(default_factory=Folder)
+    through_folder: bool = False
 
     def __post_init__(self) -> None:
         """Refuses impossible values. Raises UserError."""

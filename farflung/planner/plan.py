@@ -29,6 +29,7 @@ class Plan:
     Args:
         exchange: a round's exchange, all fragments one after the other.
         bytes_sent, bytes_inside: between islands, and between the stages of all islands, in the whole run.
+        store: what the folder's requests and bytes cost, where replicas meet in one.
         placed: whether the stages lie where links suit them.
     """
 
@@ -43,12 +44,13 @@ class Plan:
     bytes_sent: float
     bytes_inside: float
     price: float | None
+    store: float | None = None
     placed: bool = False
 
 
 def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     """All choices that work, the fastest first; and those that fail. Raises UserError."""
-    cluster = read_cluster(options.machines)
+    cluster = replace(read_cluster(options.machines), through_folder=options.folder)
     model = architecture_of(options.model, options.sequence_length, options.tokenizer or "bytes")
     fitting = Feasibility(model, cluster)
     plans, failures = [], []
@@ -104,6 +106,7 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
         bytes_sent=exchanged.bytes_sent * schedule.fragments * rounds,
         bytes_inside=island_bytes(model, island, length) * layout.replicas * steps * rounds,
         price=None if hourly is None else hourly * hours,
+        store=exchanged.price * schedule.fragments * rounds if cluster.through_folder else None,
     )
 
 

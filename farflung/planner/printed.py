@@ -19,13 +19,14 @@ def best_per_method(plans: Sequence[Plan], count: int) -> list[Plan]:
     return [*plans[:count], *(plan for plan in best.values() if plan not in plans[:count])]
 
 
-def plan_table(plans: Sequence[Plan], currency: str) -> Table:
+def plan_table(plans: Sequence[Plan], cluster: Cluster) -> Table:
     """The plans, numbered."""
     numbers = {id(plan): number for number, plan in enumerate(plans, start=1)}
 
     def name(plan: Plan) -> str:
         return f"{numbers[id(plan)]} {plan.choice.settings.rounds.method}" + ("*" if plan.placed else "")
 
+    store = Column("folder", cluster.folder.currency, lambda plan: plan.store, figures)
     columns = (
         Column("plan", "", name),
         Column("islands", "replicas", lambda plan: plan.choice.layout.replicas),
@@ -42,7 +43,8 @@ def plan_table(plans: Sequence[Plan], currency: str) -> Table:
         Column("time", "in all", lambda plan: duration(3600 * plan.hours)),
         Column("in rounds", "TB in all", lambda plan: plan.bytes_sent / 1e12, figures),
         Column("by stages", "TB in all", lambda plan: plan.bytes_inside / 1e12, figures),
-        *([Column("cost", currency, lambda plan: plan.price, figures)] if currency else []),
+        *([Column("cost", cluster.currency, lambda plan: plan.price, figures)] if cluster.currency else []),
+        *([store] if cluster.through_folder else []),
     )
     return Table(columns, plans)
 

@@ -15,23 +15,12 @@ from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import OVERHEAD, Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.circles import CIRCLE, SMALL, circles
 from farflung.networks.peers.frames import FrameError, plain, reading
 
-FEW = 4
-"""Members among whom each reads every packet: so few are no more requests than with a bundle."""
-CIRCLE = 16
-"""Members of a circle."""
-SMALL = 1 << 19
-"""Bytes of a packet that is bundled: what is larger takes longer to write again than a request is worth."""
 LARGEST = CIRCLE * (SMALL + 1024)
 _ENTRY = struct.Struct(">QQ")
 """In a bundle's table: the rank of a packet's writer, and the sealed packet's bytes."""
-
-
-def circles(group: Group) -> list[Group]:
-    """A group in parts of about the same size; none where it is small."""
-    count = -(-len(group) // CIRCLE) if len(group) > FEW else 0
-    return [group[at::count] for at in range(count)]
 
 
 @reading("a bundle")

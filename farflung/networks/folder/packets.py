@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import Combine, Finished, Group, Packets, PeerLostError, Pending, mean_in_order
-from farflung.networks.folder.bundles import SMALL, Bundles
+from farflung.networks.folder.bundles import Bundles
 from farflung.networks.folder.meetings import FIRST_PAUSE
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import OVERHEAD, Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.circles import SMALL
 from farflung.networks.peers.frames import plain
 from farflung.networks.reduction import Reduction, bytes_of
 from farflung.networks.transfer import RealNetwork, Transfer

@@ -1,0 +1,74 @@
+"""What rounds through a folder take and cost, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.planner.folder import Folder, passage
+from farflung.planner.options import PlanOptions
+from farflung.planner.plan import plan
+
+MACHINES = """
+[[machines]]
+count = 4
+memory_gb = 80
+tflops = 300
+network_gbps = 0.1
+
+[folder]
+per_gb_out = 1.0
+"""
+
+
+def test_two_send_all_of_it_at_once() -> None:
+    assert passage(2, [0.5, 0.5], 20e6) == passage(2, [1.0], 20e6)
+
+
+@given(st.integers(2, 300), st.floats(1, 1e10), st.floats(1e3, 1e9))
+def test_no_round_takes_less_than_twice_a_links_time(members: int, size: float, rate: float) -> None:
+    assert passage(members, [1.0], size).seconds(rate, 0.0) >= 2 * size / rate
+
+
+def test_a_pair_sends_up_then_down() -> None:
+    pair = passage(2, [1.0], 20e6)
+    assert (pair.reads, pair.up, pair.down) == (1, 20e6, 20e6)
+    assert pair.seconds(12.5e6, 0.05) == pytest.approx(1.6 + 1.6 + 4 * 0.05)
+
+
+def test_what_a_hop_after_another_sends() -> None:
+    four = passage(4, [0.25, 0.25], 8e6)  # a part to each of three, then the mean of one's own to all
+    assert (four.up, four.down) == (3 * 2e6 + 2e6, 3 * 2e6 + 3 * 2e6)
+    assert four.reads == 6
+
+
+@pytest.mark.parametrize(("members", "most"), [(8, 12), (64, 20)])
+def test_many_read_bundles_and_not_every_packet(members: int, most: int) -> None:
+    small, large = (passage(members, [1.0], size) for size in (4e5, 4e6))
+    assert small.writes + small.reads + 2 <= most  # and two removals
+    assert large.reads == members - 1
+
+
+def test_prices_are_of_writes_reads_and_bytes_that_leave_the_store() -> None:
+    folder = Folder(per_1000_writes=5.0, per_1000_reads=2.0, per_gb_out=0.5)
+    assert folder.price(2000, 500, 4e9) == 10 + 1 + 2
+
+
+def test_a_plan_through_a_folder_takes_longer_and_tells_what_the_store_costs(tmp_path: Path) -> None:
+    machines = tmp_path / "machines.toml"
+    machines.write_text(MACHINES)
+    ways = {
+        folder: plan(
+            PlanOptions("micro", machines, 1e9, methods="noloco", folder=folder, batch_tokens=4096, search_s=0)
+        )[0]
+        for folder in (False, True)
+    }
+    by_islands = {folder: {one.choice.layout.replicas: one for one in plans} for folder, plans in ways.items()}
+    replicas = max(by_islands[True])
+    near, far = by_islands[False][replicas], by_islands[True][replicas]
+    assert far.exchange > 2 * near.exchange * 0.9
+    assert near.store is None and far.store is not None
+    assert far.store >= far.bytes_sent / 1e9  # at a price of 1 a gigabyte: a pair reads what it writes
