@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -87,12 +89,18 @@ def simulate(folder: Path, **settings: Any) -> Finished:
     return Finished(read_run(folder))
 
 
-def train(folder: Path, threads: int = 1, timeout_s: float = 2400, **settings: Any) -> Finished:
-    """Real processes. Raises RuntimeError with the end of their complaint."""
+def train(folder: Path, threads: int = 1, timeout_s: float = 2400, data_limit: int = 0, **settings: Any) -> Finished:
+    """Real processes, each of which may take `data_limit` bytes for data; 0 for any.
+
+    Raises RuntimeError with the end of their complaint.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "farflung", "train", "--out", str(folder), *flags(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    limited = partial(resource.setrlimit, resource.RLIMIT_DATA, (data_limit, data_limit)) if data_limit else None
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment, preexec_fn=limited
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-1000:]}")
     return Finished(read_run(folder))

@@ -1,20 +1,32 @@
-"""Does the simulator of a step's memory give what KARMA and AutoHete say is gained by moving and computing again?
-Published ratios are arXiv 2008.11421's and 2503.01890's, quoted second-hand, on models and machines of which only the
-size is known. So the first tables stand for KARMA's comparison: 16 alike layers of width 4096 and 8192 tokens on three
-devices. The other stands for AutoHete's: its two models on a device of 40 GB, with tokens for each model and one rate
-of the host that nobody has published: these three were fitted to its six rows, so that they say less than the first
-tables do. "Noted" is what an earlier simulator of the same kind gave. Takes a minute.
+"""Does fitting a model into memory take what is predicted, gain what is published, and train larger models?
+`simulated`: the simulator beside KARMA's and AutoHete's ratios, published in arXiv 2008.11421 and 2503.01890 and quoted
+second-hand, on models and machines of which only the size is known. So the first tables stand for KARMA's comparison:
+16 alike layers of width 4096 and 8192 tokens on three devices. The other stands for AutoHete's: its two models on a
+device of 40 GB, with tokens for each model and one rate of the host that nobody has published: these three were fitted
+to its six rows, so that they say less than the first tables do. "Noted" is what an earlier simulator of the same kind
+gave. `caps`: the most that steps on this machine's processor hold by torch's own tracker, beside the cap and what was
+predicted; moments stay near, since the tracker cannot tell memory that is far from near. `seconds`: steps beside steps
+that keep everything, in turns, with far memory that is as slow as it is told to be; transformers' own offload copies at
+the same speed. `largest`: the most layers of a Llama that train in so much memory, which processes are held to, with
+and without `--memory`. Takes a minute for the first, ten for `caps`, twenty for `seconds` and hours for `largest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
+from bench.lib.fitted import Shape, Trained, ratios, slow_copies
+from bench.lib.largest import largest
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
+from farflung.errors import UserError
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile
-from farflung.memory.search import search
+from farflung.memory.search import leanest, search
 from farflung.memory.step import Step, simulate
 
 NOTHING = LayerCost(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -42,16 +54,41 @@ PRIORITY = 1.21
 
 @dataclass(frozen=True)
 class Options:
+    parts: tuple[Literal["simulated", "caps", "seconds", "largest"], ...] = ("simulated", "caps", "seconds", "largest")
+    """What to ask."""
     devices: tuple[str, ...] = tuple(DEVICES)
     """For KARMA's comparison."""
     models: tuple[str, ...] = tuple(MODELS)
     """For AutoHete's."""
+    caps: tuple[int, ...] = (80, 60, 40, 25, 15)
+    """Percent of the memory that keeping all takes, for `caps` and `seconds`."""
+    precisions: tuple[str, ...] = ("float32", "bfloat16")
+    """For `caps`."""
+    speeds: tuple[float, ...] = (1, 3, 9)
+    """For `seconds`: forward passes of a layer that pass while what it saves moves one way."""
+    turns: int = 7
+    """For `seconds`: how often each plan's step is timed; the median counts."""
+    shape: Shape = field(default_factory=Shape)
+    """The Llama of `caps` and `seconds`."""
+    gigabytes: tuple[float, ...] = (4, 8, 16)
+    """For `largest`."""
+    width: int = 1024
+    """Of the Llama of `largest`."""
+    tokens: int = 2048
+    """In a step of `largest`."""
 
 
-SMOKE = Options(devices=("V100",), models=())
+SMOKE = Options(parts=("simulated", "caps"), devices=("V100",), models=(), caps=(60,), shape=Shape(32, 6, 16, 64))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
+    for part in options.parts:
+        yield from {"simulated": simulated, "caps": caps, "seconds": seconds, "largest": largest_models}[part](
+            options, store
+        )
+
+
+def simulated(options: Options, _: Store) -> Iterator[Part]:
     for device in options.devices:
         columns = {"memory, %": ".0f", "plan": "", "time / keeping all": ".3f", "noted": ".2f", "apart, %": "+.1f"}
         yield Table(columns, list(karma(device)), f"{device}, {GROUPS} layers: time over that of keeping all")
@@ -61,6 +98,78 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         rows = [row for model in options.models for row in autohete(model)]
         yield Table(columns, rows, "A100 of 40 GB: the best plan, over all optimizers far")
         yield "published: AutoHete 1.85 times as fast as ZeRO-Offload on one device; its priority alone 1.16 to 1.24"
+
+
+def caps(options: Options, _: Store) -> Iterator[Part]:
+    def row(trained: Trained, profile: Profile, most: int, share: int) -> tuple[Cell, ...]:
+        cap = share * most // 100
+        try:
+            plan = search(profile, cap, clip=True, states=("near",))
+        except UserError:
+            least = leanest(profile, clip=True, states=("near",)).peak_bytes
+            return share, f"none fits in less than {least / most:.1%}", None, None, None
+        with trained.planned(plan, profile, copies):
+            peak = trained.peak()
+        return share, letters(plan), peak / 1e6, peak / cap, peak / plan.peak_bytes
+
+    copies = slow_copies(math.inf)
+    columns = {"cap, %": ".0f", "plan": "", "peak, MB": ".1f", "peak / cap": ".3f", "peak / predicted": ".3f"}
+    for precision in options.precisions:
+        trained = Trained(options.shape, precision)
+        profile, most = trained.profile(copies), trained.peak()
+        rows = (row(trained, profile, most, share) for share in options.caps)
+        yield Table(columns, rows, f"{precision}: peaks by torch's MemTracker; keeping all takes {most / 1e6:.1f} MB")
+
+
+def seconds(options: Options, _: Store) -> Iterator[Part]:
+    trained = Trained(options.shape)
+    trained.step()
+    layer = trained.profile(slow_copies(math.inf)).layers[0]
+    columns = {"plan": "", "memory, %": ".0f", "measured": ".3f", "predicted": ".3f", "apart, %": "+.1f"}
+    for speed in options.speeds:
+        bytes_s = layer.saved_bytes / (speed * layer.forward_s)
+        title = f"far memory of {bytes_s / 1e6:.0f} MB/s, a layer in {speed:g} forward passes: time over keeping all's"
+        yield Table(columns, timed(trained, bytes_s, options), title)
+
+
+def timed(trained: Trained, bytes_s: float, options: Options) -> Iterator[tuple[Cell, ...]]:
+    """The plans that are chosen, and others without a choice."""
+    copies = slow_copies(bytes_s)
+    profile = trained.profile(copies)
+    count, prefetch = len(profile.layers), 2 * profile.layers[0].saved_bytes
+
+    def alike(mode: Mode) -> Plan:
+        step = simulate(profile, layers := (LayerPlan(mode),) * count, prefetch_bytes=prefetch, clip=True)
+        return Plan(layers, prefetch, step.peak_bytes, step.seconds)
+
+    keeps, *plans = (alike(mode) for mode in LETTERS)
+    for share in options.caps:
+        with suppress(UserError):  # there is too little memory for any
+            plans.append(search(profile, share * keeps.peak_bytes // 100, clip=True, states=("near",)))
+
+    def planned(plan: Plan) -> float:
+        with trained.planned(plan, profile, copies):
+            return trained.seconds()
+
+    def offloading() -> float:
+        with trained.offloading(bytes_s):
+            return trained.seconds()
+
+    others: list[Callable[[], float]] = [offloading, *(partial(planned, plan) for plan in plans)]
+    offloaded, *found = ratios(trained.seconds, others, options.turns)
+    yield "transformers' offload", None, offloaded, None, None
+    for plan, measured in zip(plans, found, strict=True):
+        predicted = plan.seconds / keeps.seconds
+        peak = 100 * plan.peak_bytes / keeps.peak_bytes
+        yield letters(plan), peak, measured, predicted, 100 * (measured / predicted - 1)
+
+
+def largest_models(options: Options, store: Store) -> Iterator[Part]:
+    columns = {"memory, GB": ".1f", "with": "", "layers": "d", "parameters, millions": ".0f", "times": ".2f"}
+    columns |= {"one more tenth": "", "peak, GB": ".2f", "step, s": ".1f"}
+    title = f"layers of width {options.width} that train with {options.tokens} tokens in a step"
+    rows = (row for gigabytes in options.gigabytes for row in largest(gigabytes, options.width, options.tokens, store))
+    yield Table(columns, rows, title)
 
 
 def karma(device: str) -> Iterator[tuple[Cell, ...]]:
