@@ -97,3 +97,16 @@ def test_the_smallest_layer_first_lets_the_next_forward_pass_begin_before_the_la
     late = simulate(alike(layer), plan, prefetch_bytes=0, clip=True, smallest_first=False)
     assert late.seconds == COUNT * 6 + 1 + 3 * COUNT + 1
     assert simulate(alike(layer), plan, prefetch_bytes=0, clip=True).seconds == late.seconds - 2 * (COUNT - 1)
+
+
+def test_where_the_host_does_not_update_beside_the_computing_the_next_step_waits_for_all_updates() -> None:
+    layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
+    profile = replace(alike(layer), beside=False)
+    for clip in (False, True):
+        step = step_of(profile, "recompute", "optimizer-far", clip=clip)
+        # Another backward pass ends, a gradient leaves, each layer is updated, the last one's weights come back.
+        assert step.seconds == COUNT * 8 + 1 + 3 * COUNT + 1
+        # Weights and inputs, and in the backward pass what is saved and two layers' gradients.
+        assert step.peak_bytes == COUNT * (10 + 10) + 90 + 10
+    far = step_of(profile, "recompute", "weights-far")
+    assert far.peak_bytes < COUNT * 10 + 90 + 10 + 3 * 10

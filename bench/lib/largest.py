@@ -14,12 +14,16 @@ from farflung.events import StepEvent
 FEW = (2, 6)
 """Layers of the two models from which the largest is told."""
 
+SHARE = 0.9
+"""What of the memory a plan is given; what remains is for what a process takes beside what is near."""
+
 
 class Models:
     """Llamas of one width and of many depths, trained for three steps in limited memory."""
 
     def __init__(self, gigabytes: float, width: int, tokens: int, store: Store) -> None:
         self._gigabytes, self._store = gigabytes, store
+        self.memory = f"{SHARE * gigabytes:.4g}GB"
         self._sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 256}
         self._sizes |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
         length = min(tokens, 512)
@@ -58,10 +62,10 @@ class Models:
         """The most layers that train, and their run: as many as fewer say, or a little less."""
         one, other = (self.needed(layers, planned) for layers in FEW)
         each = (other - one) / (FEW[1] - FEW[0])
-        layers = FEW[0] + int((self._gigabytes - one) / each)
+        layers = FEW[0] + int(((SHARE if planned else 1) * self._gigabytes - one) / each)
         while layers:
             try:
-                return layers, self.train(layers, "auto" if planned else "")
+                return layers, self.train(layers, self.memory if planned else "")
             except RuntimeError:
                 layers -= max(1, layers // 20)
         raise RuntimeError(f"no layer of this width trains in {self._gigabytes:g} GB")
@@ -69,7 +73,7 @@ class Models:
     def beyond(self, layers: int, planned: bool) -> str:
         """What becomes of one with a tenth more layers."""
         try:
-            self.train(layers + max(1, layers // 10), "auto" if planned else "")
+            self.train(layers + max(1, layers // 10), self.memory if planned else "")
         except RuntimeError:
             return "does not train"
         return "trains, too"
@@ -82,7 +86,7 @@ def largest(gigabytes: float, width: int, tokens: int, store: Store) -> Iterator
         layers, run = models.most(planned)
         parameters = run.summary["parameters"]
         without = without or parameters
-        words = "--memory auto --far-folder" if planned else "nothing"
+        words = f"--memory {models.memory} --far-folder" if planned else "nothing"
         beyond, speed = models.beyond(layers, planned), run.run.of(0, StepEvent)[-1].tokens_per_second
         yield gigabytes, words, layers, parameters / 1e6, parameters / without, beyond, peak_of(run), tokens / speed
 

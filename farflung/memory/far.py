@@ -136,7 +136,12 @@ def home_in(folder: Path, like: Tensor) -> Home:
 
 def pinned_home(like: Tensor) -> Home:
     """A home in the host's memory, from and to which a GPU copies by itself."""
-    return Home(torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda), lambda: None)
+    return Home(torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available()), lambda: None)
+
+
+def flat(value: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return value.view(-1).view(torch.uint8)
 
 
 def check_room(folder: Path, size: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
@@ -21,9 +22,10 @@ from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, home_in, pinned_home
 from farflung.memory.measure import bytes_of, in_use, tensors_in
 from farflung.memory.moments import FarMoments
-from farflung.memory.plan import LayerPlan, Mode, Plan, Profile, State, from_json, to_json
+from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
 from farflung.memory.profile import Model, profiled
-from farflung.memory.search import search
+from farflung.memory.search import MODES, STATES, search
+from farflung.memory.updates import FarUpdates, FarWeights
 
 LESS = 0.9
 """What a plan may take of the memory in which another one has found no room."""
@@ -33,6 +35,12 @@ WORDS: dict[str, str] = {
     "recompute": "compute it again",
     "move": "move it out and back",
     "recompute-moved": "move their input and compute again",
+}
+
+FAR: dict[State, str] = {
+    "moments-far": "moments",
+    "optimizer-far": "gradients and moments",
+    "weights-far": "weights, gradients and moments",
 }
 
 
@@ -84,26 +92,34 @@ def described(plan: Plan) -> str:
     """A plan in words."""
     counts = Counter(layer.mode for layer in plan.layers)
     told = [f"{counts[mode]} {words}" for mode, words in WORDS.items() if counts[mode]]  # type: ignore[index]
-    far = sum(layer.state == "moments-far" for layer in plan.layers)
-    moments = f"; the moments of {far} are far" if far else ""
-    return f"of {len(plan.layers)} layers, {', '.join(told)}{moments}"
+    states = Counter(layer.state for layer in plan.layers)
+    far = [f"the {what} of {states[state]} are far" for state, what in FAR.items() if states[state]]
+    return "; ".join([f"of {len(plan.layers)} layers, {', '.join(told)}", *far])
 
 
 class Fitted:
-    """Carries out plans of one model and its optimizer."""
+    """Carries out plans of one model and its optimizer.
 
-    def __init__(self, model: Model, optimizer: Optimizer, folder: str) -> None:
+    With `near_gradients`, others than the optimizer want all of them, so that none leave.
+    """
+
+    def __init__(self, model: Model, optimizer: Optimizer, folder: str, near_gradients: bool) -> None:
         self._model, self._optimizer, self._folder = model, optimizer, folder
+        self._near_gradients = near_gradients
         device = model.device
         self._copies = copies_of(device, FileOf(Path(folder)) if folder else HostMemory(device.type == "cuda"))
-        self._moments: FarMoments | None = None
+        self._states: list[FarMoments | FarUpdates | FarWeights] = []
+        self._updates: FarUpdates | None = None
 
     @property
     def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
         """What this machine can do: with one memory and no folder, nothing is farther than another thing."""
-        if self._model.device.type == "cpu" and not self._folder:
+        processor = self._model.device.type == "cpu"
+        if processor and not self._folder:
             return ("keep", "recompute"), ("near",)
-        return ("keep", "recompute", "move", "recompute-moved"), ("near", "moments-far")
+        # Weights of a GPU that are far would have to come for rounds, too, and for whatever else reads them.
+        states = STATES[:2] if self._near_gradients else STATES if processor else STATES[:3]
+        return MODES, states
 
     def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
         """Measures the model, and plans a step. Raises UserError where the memory is too little."""
@@ -126,25 +142,49 @@ class Fitted:
         plan, costs, layers = record.plan, record.profile.layers, self._model.layers
         if len(plan.layers) != len(layers):
             raise UserError(f"the plan is of {len(plan.layers)} layers, and the model has {len(layers)}; plan anew")
-        far = [cost for layer, cost in zip(plan.layers, costs, strict=True) if layer.state == "moments-far"]
-        moved = (modes.moved_bytes(layer.mode, cost) for layer, cost in zip(plan.layers, costs, strict=True))
         if self._folder:
-            check_room(Path(self._folder), sum(moved) + sum(cost.moment_bytes for cost in far))
+            check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers)))
         modes.apply(layers, plan.layers, costs, plan.prefetch_bytes, self._copies)
-        self._keep_moments_far(plan.layers, plan.prefetch_bytes)
+        self._keep_states_far(plan.layers, plan.prefetch_bytes)
 
-    def _keep_moments_far(self, plans: Sequence[LayerPlan], limit: int) -> None:
-        if self._moments:
-            self._moments.undo()
-            self._moments = None
+    def gradients_begin(self) -> None:
+        """A step's gradients are to be computed: those that no step has taken are forgotten."""
+        if self._updates:
+            self._updates.forget()
+
+    def clip(self, most: float) -> None:
+        """Clips all gradients together, wherever they are."""
+        parameters = self._model.whole.parameters()
+        if self._updates:
+            self._updates.clip(parameters, most)
+        else:
+            nn.utils.clip_grad_norm_(parameters, most)
+
+    def _keep_states_far(self, plans: Sequence[LayerPlan], limit: int) -> None:
+        for state in reversed(self._states):
+            state.undo()
+        self._states, self._updates = [], None
         model = self._model
-        far = [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state == "moments-far"]
-        if not far:
-            return
+
+        def having(*states: State) -> list[nn.Module]:
+            return [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state in states]
+
         home = partial(home_in, Path(self._folder)) if self._folder else pinned_home
         copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
-        named = [model.named(layer) for layer in far]
-        self._moments = FarMoments(self._optimizer, model.make, named, home, copies, limit)
+        if far := having("weights-far"):
+            self._states.append(FarWeights(far, home))
+        if far := having("optimizer-far", "weights-far"):
+            self._updates = FarUpdates(self._optimizer, model.make, [*map(model.named, far)], home, copies)
+            self._states.append(self._updates)
+        if far := having("moments-far"):
+            self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
+
+
+def far_bytes(cost: LayerCost, plan: LayerPlan) -> int:
+    """What of a layer lies far, at most."""
+    gradients = cost.gradient_bytes * (plan.state in ("optimizer-far", "weights-far"))
+    weights = cost.weight_bytes * (plan.state == "weights-far")
+    return modes.moved_bytes(plan.mode, cost) + cost.moment_bytes * (plan.state != "near") + gradients + weights
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from farflung.hooks.steps import hook_steps
 from farflung.memory.copies import Arrival, Copies
-from farflung.memory.far import Home
+from farflung.memory.far import Home, flat
 from farflung.memory.measure import bytes_of
 from farflung.memory.profile import Make
 
@@ -130,7 +130,7 @@ class FarMoments:
         for (parameter, key), value in moments.items():
             if (home := part.homes.get((parameter, key))) and value is home.tensor:
                 near = torch.empty_like(value, device=parameter.device)
-                part.arrivals.append(self._copies.back(_flat(value), _flat(near)))
+                part.arrivals.append(self._copies.back(flat(value), flat(near)))
                 part.put(parameter, key, near)
         self._near.append(part)
 
@@ -142,7 +142,7 @@ class FarMoments:
             home = part.homes.get(place)
             if home is None:
                 home = part.homes[place] = self._home(near)
-            part.arrivals.append(self._copies.out(_flat(home.tensor), _flat(near)))
+            part.arrivals.append(self._copies.out(flat(home.tensor), flat(near)))
             part.put(*place, home.tensor)
         self._leaving.append((part, list(moments.values())))
 
@@ -157,8 +157,3 @@ class FarMoments:
         """Bytes of moments that are near."""
         leaving = sum(bytes_of(moments) for _, moments in self._leaving)
         return leaving + sum(bytes_of(part.moments().values()) for part in self._near)
-
-
-def _flat(value: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return value.view(-1).view(torch.uint8)

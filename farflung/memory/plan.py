@@ -78,6 +78,8 @@ class Profile:
         before, head: what comes before the layers and after them; they are kept, and their state is near.
         out_bytes_s, in_bytes_s: copies to the far tier and back, both ways at once, bytes a second.
         fixed_bytes: what is on the device at all times besides: working memory, buffers, the outer optimizer's state.
+        beside: whether the host updates layers whose optimizer is far beside the computing of this step and the next;
+            else it does so between them, and what it updates a layer with is near meanwhile.
     """
 
     layers: tuple[LayerCost, ...]
@@ -86,6 +88,7 @@ class Profile:
     out_bytes_s: float
     in_bytes_s: float
     fixed_bytes: int
+    beside: bool = True
 
     @cached_property
     def chain(self) -> tuple[LayerCost, ...]:

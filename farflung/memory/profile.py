@@ -69,12 +69,19 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
         working = max(one.working for one in measured.values())
         first, last = _ends(model, seen, working)
     costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
+    out_s, in_s = _speeds(copies, model.device)
+    if model.device.type == "cpu":  # whose far state comes from files, and goes there
+        costs = [replace(cost, far_step_s=cost.far_step_s + _through_files(cost, out_s, in_s)) for cost in costs]
     first, *layers = (
         replace(cost, near_step_s=cost.near_step_s / passes, far_step_s=cost.far_step_s / passes)
         for cost in (first, *costs)
     )
-    out_s, in_s = _speeds(copies, model.device)
-    return Profile(tuple(layers), first, last, out_s, in_s, besides + working)
+    return Profile(tuple(layers), first, last, out_s, in_s, besides + working, beside=False)
+
+
+def _through_files(cost: LayerCost, out_s: float, in_s: float) -> float:
+    """Seconds in which a layer's gradients and moments come, and its moments go."""
+    return (cost.gradient_bytes + cost.moment_bytes) / in_s + cost.moment_bytes / out_s
 
 
 @dataclass(frozen=True)
@@ -174,32 +181,36 @@ def _timed(
 def _state(model: Model, named: Mapping[str, nn.Parameter], most: int | None = None) -> dict[str, Any]:
     """What the optimizer's step of some parameters takes, and the bytes of its moments and gradients.
 
-    Of each it steps a copy, or one of its first rows, of about `most` values, and reckons the rest like these. Nobody
-    steps far yet: the seconds of that are those of near.
+    Of each it steps a copy, or one of its first rows, of about `most` values, and reckons the rest like these.
     """
     whole = {name: own_of(parameter).detach() for name, parameter in named.items()}
     rows = {name: own[: max(1, most // own[0].numel())] if most and own.dim() else own for name, own in whole.items()}
-    copies = [(name, nn.Parameter(own.clone())) for name, own in rows.items()]
-    gradients, times, moments = bytes_of(whole.values()), [0.0], 0
-    if copies:
-        optimizer = model.make(copies)
-        for _, parameter in copies:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # which makes its moments
-        times.clear()
-        for _ in range(TIMES):
-            began = _now(model.device)
-            optimizer.step()
-            times.append(_now(model.device) - began)
-        moments = bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
+    near_s, moments = _stepping(model.make, rows, model.device)
+    far_s = near_s if model.device.type == "cpu" else _stepping(model.make, rows, torch.device("cpu"))[0]
+    gradients = bytes_of(whole.values())
     share = max(bytes_of(rows.values()), 1) / max(gradients, 1)
-    seconds = min(times) / share
     return {
         "gradient_bytes": gradients,
         "moment_bytes": round(moments / share),
-        "near_step_s": seconds,
-        "far_step_s": seconds,
+        "near_step_s": near_s / share,
+        "far_step_s": far_s / share,
     }
+
+
+def _stepping(make: Make, rows: Mapping[str, Tensor], device: torch.device) -> tuple[float, int]:
+    """The least seconds of a step of copies of tensors on a device, and the bytes of their moments."""
+    copies = [(name, nn.Parameter(own.to(device, copy=True))) for name, own in rows.items()]
+    if not copies:
+        return 0.0, 0
+    optimizer, times = make(copies), []
+    for _, parameter in copies:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # which makes its moments
+    for _ in range(TIMES):
+        began = _now(device)
+        optimizer.step()
+        times.append(_now(device) - began)
+    return min(times), bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
 
 
 @dataclass

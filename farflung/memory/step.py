@@ -44,7 +44,8 @@ def simulate(
     Updates: near layers step after the backward pass; moments that are far come for that, at most `prefetch_bytes` at
     a time, or one layer's. Gradients of layers whose optimizer is far leave at once, and the host updates them: with
     `clip` when all gradients are known, else as they come. Of what is ready the smallest layer goes first, since the
-    next forward pass waits for it; or the largest, whose gradient came first.
+    next forward pass waits for it; or the largest, whose gradient came first. Where the host does not update beside
+    the computing, it does so after the backward pass and before all else.
     """
     building = _Building(profile, plan, clip, smallest_first)
     far = any(layer.state != "near" for layer in plan)
@@ -118,8 +119,8 @@ class _Building:
         leaving = [self._backward(number, gone[number], head) for number in reversed(range(len(self._chain)))]
         last = self.compute[-1]
         if updates:
-            self._near_updates(last)
             self._far_updates([task for task in leaving if task], last)
+            self._near_updates(last)
         return last
 
     def _forward(self, number: int) -> _Task | None:
@@ -182,15 +183,19 @@ class _Building:
 
     def _far_updates(self, leaving: list[_Task], last: _Task) -> None:
         """On the host; `leaving` are the copies of gradients, the last layer's first."""
-        known = _Task(HOST, 0.0, first=(-1, 0)).after([*leaving, last]) if self._clip else None
+        beside = self._profile.beside
+        known = _Task(HOST, 0.0, first=(-1, 0)).after([*leaving, last]) if self._clip or not beside else None
         numbers = [n for n, (_, layer) in enumerate(self._chain) if layer.state in ("optimizer-far", "weights-far")]
         for number, left in zip(reversed(numbers), leaving, strict=True):
             cost, layer = self._chain[number]
             first = (0, self._sign * number)
-            task = _Task(HOST, cost.far_step_s, first=first).after([known or left])
+            near = (not beside) * (cost.gradient_bytes + cost.moment_bytes)
+            task = _Task(HOST, cost.far_step_s, allocates=near, frees=near, first=first).after([known or left])
             if layer.state == "optimizer-far":
                 task = _Task(IN, cost.weight_bytes / self._profile.in_bytes_s, first=first).after([task])
             self._updated[number] = task
+        if not beside and numbers:
+            self.compute.append(_Task(COMPUTE, 0.0).after(self._updated.values()))
 
 
 class _Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -117,7 +117,7 @@ class Island(Protocol):
 class WholeIsland(Island):
     """A replica that one process has all of; `seed` is that of batches and samples.
 
-    With `ahead`, a thread makes batches while the steps before them compute.
+    With `ahead`, a thread makes batches while the steps before them compute. `clip` clips gradients to a norm.
     """
 
     settings: IslandSettings
@@ -129,8 +129,10 @@ class WholeIsland(Island):
     device: torch.device
     ahead: bool = False
     traffic: Traffic = field(default_factory=Traffic)
+    clip: Callable[[float], object] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.clip = lambda most: nn.utils.clip_grad_norm_(self.model.parameters(), most)
         let_go = getattr(self.workload, "let_go", lambda: None)
         self._ahead = Ahead(self.parts, let_go) if self.ahead else None
 
@@ -155,7 +157,7 @@ class WholeIsland(Island):
                 told = OnItsWay(torch.stack(losses))  # before the backward pass, which need not be waited for
             torch.autograd.backward(loss)
         if self.settings.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            self.clip(self.settings.clip)
         total = sum(told.read())
         if not math.isfinite(total):
             self.model.zero_grad()

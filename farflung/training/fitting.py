@@ -18,6 +18,7 @@ from farflung.events import MemoryEvent
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model
 from farflung.memory.room import cap_of
+from farflung.outer.method import Method
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.training.measures import peak_memory, reset_peak_memory
 from farflung.training.run_log import RunLog
@@ -31,15 +32,18 @@ BEYOND, SLIGHT = 0.1, 1 << 27
 Gradients = Callable[[int], tuple[float, str]]
 
 
-def fitting(island: Island, optimizer: Optimizer, make: Make, path: Path, log: RunLog) -> Gradients:
+def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, path: Path, log: RunLog) -> Gradients:
     """What computes a step's gradients: the island, in the memory that its settings give it. Keeps its plan in `path`.
 
-    See Island.gradients. Raises UserError at the first step, where the memory is too little.
+    Gradients may leave unless the method exchanges them, or deals out units of the model. See Island.gradients.
+
+    Raises UserError at the first step, where the memory is too little.
     """
     if not island.settings.memory:
         return island.gradients
     assert isinstance(island, WholeIsland)  # see limits.check_memory
-    return _Fitting(island, optimizer, make, path, log).gradients
+    near_gradients = method.outer is None or method.dealing is not None
+    return _Fitting(island, optimizer, make, near_gradients, path, log).gradients
 
 
 def layers_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
@@ -53,8 +57,11 @@ def layers_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
 class _Fitting:
     """Has an island compute its gradients as a plan says."""
 
-    def __init__(self, island: WholeIsland, optimizer: Optimizer, make: Make, path: Path, log: RunLog) -> None:
+    def __init__(
+        self, island: WholeIsland, optimizer: Optimizer, make: Make, near_gradients: bool, path: Path, log: RunLog
+    ) -> None:
         self._island, self._optimizer, self._make, self._path, self._log = island, optimizer, make, path, log
+        self._near_gradients = near_gradients
         self._fitted: Fitted | None = None
         self._record: Record | None = None
         self._anew = True
@@ -66,6 +73,8 @@ class _Fitting:
         if self._fitted is None:
             self._begin(step)
         self._measure()
+        assert self._fitted
+        self._fitted.gradients_begin()
         random = _random(self._island.device)
         try:
             return self._island.gradients(step)
@@ -88,7 +97,8 @@ class _Fitting:
             return island.loss(batch)
 
         model = Model(island.model, layers, loss, self._make, island.device)
-        self._fitted = Fitted(model, self._optimizer, settings.far_folder)
+        self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients)
+        island.clip = self._fitted.clip
         kept = Record.read(self._path)
         passes = settings.microbatches or 1
         own = (settings.memory, settings.far_folder, passes, island.device.type)

@@ -95,7 +95,7 @@ class Trainer:
         events = event_log(folder, self.island, network.now, self._saved, resume_step is not None)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress, self.averaged)
         plan = folder / "memory" / f"{self.file_stem}.json"
-        self._compute = fitting(self.island, self.optimizer, make, plan, self.log)
+        self._compute = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
         self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background=not network.timed)
         first = coordinates.replica == 0 or network.elastic is not None
