@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +25,8 @@ MODES: tuple[Mode, ...] = ("keep", "recompute", "move", "recompute-moved")
 class Run:
     """A model of four layers and its optimizer; the middle ones are stepped by the host, if there is a folder."""
 
-    def __init__(self, kind: str, far: Path | None, weights: bool = False, frozen: bool = False) -> None:
-        self.model = model_of("llama")
+    def __init__(self, kind: str, far: Path | None, weights: bool = False, frozen: bool = False, **sizes: int) -> None:
+        self.model = model_of("llama", **sizes)
         layers = list(layers_of(self.model))
         if frozen:
             layers[1].mlp.requires_grad_(False)
@@ -42,7 +43,8 @@ class Run:
                 modes.apply(layers, [LayerPlan(mode) for mode in MODES], [cost] * 4, 0, copies)
             own = [{id(parameter) for parameter in layer.parameters()} for layer in layers[1:]]
             parts = [{name: p for name, p in named.items() if id(p) in ids} for ids in own]
-            self.updates = FarUpdates(self.optimizer, make, parts, home, copies)
+            homes = self.weights.homes if self.weights else {}
+            self.updates = FarUpdates(self.optimizer, make, parts, home, copies, homes)
 
     def steps(self, numbers: range, microbatches: int = 1, most: float = 0.5) -> list[Tensor]:
         for number in numbers:
@@ -110,3 +112,24 @@ def test_what_is_undone_is_near_again(tmp_path: Path) -> None:
     run.updates = None
     run.weights.undo()
     assert all(map(torch.equal, run.steps(range(2, 4)), Run("adamw", None).steps(range(4))))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells by Linux's account of a process's pages")
+def test_what_is_far_takes_no_memory_between_steps_and_little_in_them(tmp_path: Path) -> None:
+    def pages() -> int:
+        """Bytes of files that this process has in its memory."""
+        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssFile:", "RssShmem:")))
+
+    run = Run("adamw", tmp_path, weights=True, hidden_size=256, intermediate_size=1024)
+    run.steps(range(1))
+    assert run.updates and run.weights
+    weights = sum(home.tensor.nbytes for home in run.weights.homes.values())
+    found = []
+    hooks = [parameter.register_hook(lambda _: found.append(pages())) for parameter in run.weights.homes]
+    before = pages()
+    run.steps(range(1, 3))
+    for hook in hooks:
+        hook.remove()
+    # Gradients and moments are three times as much; three layers are far, of which two may be near.
+    assert weights > 9_000_000 and max(found) - before < 2 * weights and pages() - before < weights / 2

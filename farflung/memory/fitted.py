@@ -20,7 +20,7 @@ from farflung.hooks.shards import own_of
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, home_in, pinned_home
-from farflung.memory.measure import bytes_of, in_use, tensors_in
+from farflung.memory.measure import bytes_of, in_use, return_what_is_free, tensors_in
 from farflung.memory.moments import FarMoments
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
 from farflung.memory.profile import Model, profiled
@@ -107,6 +107,8 @@ class Fitted:
         self._model, self._optimizer, self._folder = model, optimizer, folder
         self._near_gradients = near_gradients
         device = model.device
+        if device.type == "cpu":
+            return_what_is_free()
         self._copies = copies_of(device, FileOf(Path(folder)) if folder else HostMemory(device.type == "cuda"))
         self._states: list[FarMoments | FarUpdates | FarWeights] = []
         self._updates: FarUpdates | None = None
@@ -146,6 +148,8 @@ class Fitted:
             check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers)))
         modes.apply(layers, plan.layers, costs, plan.prefetch_bytes, self._copies)
         self._keep_states_far(plan.layers, plan.prefetch_bytes)
+        if self._model.device.type == "cpu":
+            return_what_is_free()
 
     def gradients_begin(self) -> None:
         """A step's gradients are to be computed: those that no step has taken are forgotten."""
@@ -171,11 +175,11 @@ class Fitted:
 
         home = partial(home_in, Path(self._folder)) if self._folder else pinned_home
         copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
-        if far := having("weights-far"):
-            self._states.append(FarWeights(far, home))
+        weights = FarWeights(having("weights-far"), home)
         if far := having("optimizer-far", "weights-far"):
-            self._updates = FarUpdates(self._optimizer, model.make, [*map(model.named, far)], home, copies)
-            self._states.append(self._updates)
+            named = [*map(model.named, far)]
+            self._updates = FarUpdates(self._optimizer, model.make, named, home, copies, weights.homes)
+            self._states += [weights, self._updates]
         if far := having("moments-far"):
             self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
 

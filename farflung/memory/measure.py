@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import resource
 import sys
 import weakref
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+MMAP_THRESHOLD = -3
+"""The GNU C library's number of the size from which a block is mapped by itself."""
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -80,6 +85,17 @@ def in_use(device: torch.device) -> int:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
     except OSError:  # no Linux: the most so far
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def return_what_is_free() -> None:
+    """Has the C library give blocks of a megabyte and more back to the machine, now and as they are freed.
+
+    The GNU one would keep larger and larger ones, up to 32 MB each.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another library
+        library = ctypes.CDLL(None)
+        library.mallopt(MMAP_THRESHOLD, 1 << 20)
+        library.malloc_trim(0)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

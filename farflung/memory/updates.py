@@ -31,6 +31,8 @@ class Stepped:
 
     own: Mapping[nn.Parameter, nn.Parameter]
     optimizer: Optimizer
+    weights: Sequence[Home]
+    """Those of its parameters that are far, too."""
     gradients: dict[nn.Parameter, Home] = field(default_factory=dict)
     moments: dict[tuple[nn.Parameter, str], Home] = field(default_factory=dict)
     leaving: deque[Arrival] = field(default_factory=deque)
@@ -45,7 +47,7 @@ class Stepped:
 
     def let_go(self) -> None:
         """Lets go of the host's memory."""
-        for home in (*self.gradients.values(), *self.moments.values()):
+        for home in (*self.weights, *self.gradients.values(), *self.moments.values()):
             home.let_go()
 
 
@@ -62,6 +64,7 @@ class FarUpdates:
         layers: their parameters, in the order of the model.
         home: makes what gradients and moments lie in.
         copies: between such homes and the device.
+        weights: where those of their parameters lie that are far.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class FarUpdates:
         layers: Sequence[Mapping[str, nn.Parameter]],
         home: MakeHome,
         copies: Copies,
+        weights: Mapping[nn.Parameter, Home],
     ) -> None:
-        self._optimizer, self._home, self._copies = optimizer, home, copies
+        self._optimizer, self._home, self._copies, self._weights = optimizer, home, copies, weights
         self._parts = [self._part(make, named) for named in layers if named]
         self._factor: Tensor | None = None
         self._last: Stepped | None = None
@@ -113,7 +117,8 @@ class FarUpdates:
 
     def _part(self, make: Make, named: Mapping[str, nn.Parameter]) -> Stepped:
         own = {name: p if p.device.type == "cpu" else nn.Parameter(self._home(p).tensor) for name, p in named.items()}
-        return Stepped({parameter: own[name] for name, parameter in named.items()}, make(list(own.items())))
+        weights = [self._weights[parameter] for parameter in named.values() if parameter in self._weights]
+        return Stepped({p: own[name] for name, p in named.items()}, make(list(own.items())), weights)
 
     def _leave(self, part: Stepped, parameter: nn.Parameter) -> None:
         """A gradient has been accumulated: adds it to what is far."""
@@ -186,20 +191,20 @@ class FarUpdates:
 class FarWeights:
     """Has a processor compute with weights of some layers that lie in files, of which no more is near than is used.
 
-    A layer's weights are near while it computes, and while the next one does.
+    A layer's weights are near while it computes, and while the next one does. `homes` are where they lie.
     """
 
     def __init__(self, layers: Sequence[nn.Module], home: MakeHome) -> None:
-        self._homes: dict[nn.Parameter, Home] = {}
+        self.homes: dict[nn.Parameter, Home] = {}
         self._removes: list[Callable[[], None]] = []
         self._last: Sequence[Home] = ()
         for layer in layers:
             parameters = list(layer.parameters())
             for parameter in parameters:
-                self._homes[parameter] = home(parameter.data)
-                self._homes[parameter].tensor.copy_(parameter.data)
-                parameter.data = self._homes[parameter].tensor
-            homes = [self._homes[parameter] for parameter in parameters]
+                self.homes[parameter] = home(parameter.data)
+                self.homes[parameter].tensor.copy_(parameter.data)
+                parameter.data = self.homes[parameter].tensor
+            homes = [self.homes[parameter] for parameter in parameters]
             self._computes(homes)
             passed = partial(self._computes, homes)
             handles = [p.register_post_accumulate_grad_hook(passed) for p in parameters if p.requires_grad]
@@ -210,7 +215,7 @@ class FarWeights:
         """Brings all weights near again."""
         for remove in self._removes:
             remove()
-        for parameter, home in self._homes.items():
+        for parameter, home in self.homes.items():
             parameter.data = home.tensor.clone()
             home.let_go()
 
