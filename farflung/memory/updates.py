@@ -204,6 +204,7 @@ class FarWeights:
                 self.homes[parameter] = home(parameter.data)
                 self.homes[parameter].tensor.copy_(parameter.data)
                 parameter.data = self.homes[parameter].tensor
+                self.homes[parameter].let_go()
             homes = [self.homes[parameter] for parameter in parameters]
             self._computes(homes)
             passed = partial(self._computes, homes)
