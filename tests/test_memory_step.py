@@ -110,3 +110,13 @@ def test_where_the_host_does_not_update_beside_the_computing_the_next_step_waits
         assert step.peak_bytes == COUNT * (10 + 10) + 90 + 10
     far = step_of(profile, "recompute", "weights-far")
     assert far.peak_bytes < COUNT * 10 + 90 + 10 + 3 * 10
+
+
+def test_passes_in_flight_and_gradients_of_passes_before_are_there_all_the_time() -> None:
+    layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
+    one, several = alike(layer), replace(alike(layer), in_flight=3, accumulates=True)
+    state = COUNT * (10 + 20 + 10)
+    for mode, stays, again in (("keep", 100, 0), ("recompute", 10, 90), ("move", 0, 100)):
+        found = step_of(several, mode, prefetch=0)
+        assert found.seconds == step_of(one, mode, prefetch=0).seconds
+        assert found.peak_bytes == state + 3 * COUNT * stays + again

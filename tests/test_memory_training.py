@@ -21,6 +21,7 @@ from farflung.events import MemoryEvent, StepEvent
 from farflung.memory.far import check_room
 from farflung.memory.fitted import Record, is_out_of_memory
 from farflung.memory.room import cap_of, total
+from farflung.pipeline.island import WholeIsland
 from farflung.report.memory import memory_line, memory_table
 from farflung.report.read import read_run
 from farflung.settings import Settings
@@ -45,7 +46,12 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--memory", "16 apples", "--dry-run"], "memory is '16 apples'; give an amount"),
         (["--far-folder", "far"], "add --memory auto, or leave it out"),
         (["--memory", "auto", "--recompute"], "memory is 'auto', which recompute cannot be planned with"),
-        (["--memory", "auto", "--stages", "2"], "which stages, shards and islands cannot be planned with"),
+        (["--memory", "auto", "--shard", "2"], "memory is 'auto', which shards cannot be planned with"),
+        (["--memory", "auto", "--islands", "1x2"], "memory is 'auto', which shards cannot be planned with"),
+        (
+            ["--memory", "auto", "--model", "tiny", "--stages", "2", "--pipeline-schedule", "zero-bubble"],
+            "which --pipeline-schedule zero-bubble cannot be planned with",
+        ),
         (["--memory", "auto", "--network", "simulated"], "simulated replicas share one; leave out --memory"),
     ],
 )
@@ -87,11 +93,15 @@ def test_a_model_whose_layers_cannot_be_told_apart_is_told_in_a_line() -> None:
     settings = Settings.of(model="micro")
     language = settings.made_workload()
     model = language.build(0)
-    assert len(layers_of(language, model)) == model.config.num_hidden_layers
+
+    def island(workload: Any) -> WholeIsland:
+        return WholeIsland(settings.island, workload, model, cast(Any, None), cast(Any, None), 0, CPU)
+
+    assert len(layers_of(island(language))) == model.config.num_hidden_layers
     model.model.beside = nn.Linear(2, 2)  # before the layers, or after them?
     for workload in (language, SimpleNamespace()):
         with pytest.raises(UserError, match=r"layers of Llama.* cannot be told apart .*; leave out --memory"):
-            layers_of(cast(Any, workload), model)
+            layers_of(island(workload))
 
 
 def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
@@ -161,6 +171,25 @@ def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(tmp_path: Path) -
     run = read_run(little)
     assert told[0].plan in memory_line(told[0]) and told[0].plan in memory_table(run)
     assert json.loads((little / "summary.json").read_text())["memory"][0]["plan"] == told[0].plan
+
+
+@pytest.mark.slow
+def test_stages_with_little_memory_are_bit_for_bit_those_with_much(tmp_path: Path) -> None:
+    """Each plans for itself, with the microbatches that are in flight in it."""
+    usual = [*SMALL, "--method", "local", "--replicas", "1", "--stages", "2", "--inner", "adamw", "--steps", "2"]
+    usual += ["--sequence-length", "128", "--batch-size", "192", "--microbatches", "3", "--network", "torch"]
+    far = ("--far-folder", str(tmp_path / "far"))
+    run_together(2, "-m", "farflung", "train", *usual, "--log-every", "1", "--out", tmp_path / "much")
+    with pytest.raises(AssertionError, match=r"give at least") as caught:
+        run_together(2, "-m", "farflung", "train", *usual, *far, "--memory", "1MB", "--out", tmp_path / "least")
+    least = max(map(float, re.findall(r"give at least ([\d.]+) GB", str(caught.value))))
+    little = ("--memory", f"{least + 0.03}GB", "--log-every", "1", "--out", tmp_path / "little")
+    run_together(2, "-m", "farflung", "train", *usual, *far, *little)
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "little" / "memory").iterdir())]
+    assert [record["profile"]["in_flight"] for record in kept] == [2, 1]
+    assert [len(record["plan"]["layers"]) for record in kept] == [1, 1]
+    assert {layer["mode"] for record in kept for layer in record["plan"]["layers"]} != {"keep"}
+    assert losses(tmp_path / "little") == losses(tmp_path / "much") != []
 
 
 @pytest.mark.slow

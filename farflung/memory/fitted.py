@@ -25,6 +25,7 @@ from farflung.memory.moments import FarMoments
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
 from farflung.memory.profile import Model, profiled
 from farflung.memory.search import MODES, STATES, search
+from farflung.memory.step import stays_bytes
 from farflung.memory.updates import FarUpdates, FarWeights
 
 LESS = 0.9
@@ -145,8 +146,10 @@ class Fitted:
         if len(plan.layers) != len(layers):
             raise UserError(f"the plan is of {len(plan.layers)} layers, and the model has {len(layers)}; plan anew")
         if self._folder:
-            check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers)))
-        modes.apply(layers, plan.layers, costs, plan.prefetch_bytes, self._copies)
+            flights = [self._model.in_flight] * len(layers)
+            check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers, flights)))
+        others = (self._model.in_flight - 1) * sum(map(stays_bytes, costs, plan.layers))
+        modes.apply(layers, plan.layers, costs, others + plan.prefetch_bytes, self._copies)
         self._keep_states_far(plan.layers, plan.prefetch_bytes)
         if self._model.device.type == "cpu":
             return_what_is_free()
@@ -184,11 +187,12 @@ class Fitted:
             self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
 
 
-def far_bytes(cost: LayerCost, plan: LayerPlan) -> int:
-    """What of a layer lies far, at most."""
+def far_bytes(cost: LayerCost, plan: LayerPlan, in_flight: int) -> int:
+    """What of a layer lies far, at most, with so many passes in flight."""
     gradients = cost.gradient_bytes * (plan.state in ("optimizer-far", "weights-far"))
     weights = cost.weight_bytes * (plan.state == "weights-far")
-    return modes.moved_bytes(plan.mode, cost) + cost.moment_bytes * (plan.state != "near") + gradients + weights
+    moments = cost.moment_bytes * (plan.state != "near")
+    return in_flight * modes.moved_bytes(plan.mode, cost) + moments + gradients + weights
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -80,6 +80,8 @@ class Profile:
         fixed_bytes: what is on the device at all times besides: working memory, buffers, the outer optimizer's state.
         beside: whether the host updates layers whose optimizer is far beside the computing of this step and the next;
             else it does so between them, and what it updates a layer with is near meanwhile.
+        in_flight: forward passes that wait for their backward passes, at most.
+        accumulates: whether gradients of passes before are there from the beginning of one.
     """
 
     layers: tuple[LayerCost, ...]
@@ -89,6 +91,8 @@ class Profile:
     in_bytes_s: float
     fixed_bytes: int
     beside: bool = True
+    in_flight: int = 1
+    accumulates: bool = False
 
     @cached_property
     def chain(self) -> tuple[LayerCost, ...]:

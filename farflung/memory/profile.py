@@ -32,13 +32,17 @@ Make = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured: a model's `layers` in their order, what computes the loss of a batch, and its optimizer."""
+    """What is measured: a model's `layers` in their order, what computes the loss of a batch, and its optimizer.
+
+    `in_flight` are the forward passes that wait for their backward passes, at most.
+    """
 
     whole: nn.Module
     layers: Sequence[nn.Module]
     loss: Callable[[], Tensor]
     make: Make
     device: torch.device
+    in_flight: int = 1
 
     def named(self, layer: nn.Module) -> dict[str, nn.Parameter]:
         """A layer's trained parameters, by their names in the model."""
@@ -57,7 +61,7 @@ class Seen:
 
 
 def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) -> Profile:
-    """What a model's step takes: one of its forward and backward passes, and that part of the optimizer's step.
+    """What a model's step takes: one of its `passes` forward and backward, and that part of the optimizer's step.
 
     `besides` are bytes that the device holds all the time beside weights, gradients and moments. It computes gradients
     of its own, and leaves weights, gradients and random numbers as they are.
@@ -76,7 +80,8 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
         replace(cost, near_step_s=cost.near_step_s / passes, far_step_s=cost.far_step_s / passes)
         for cost in (first, *costs)
     )
-    return Profile(tuple(layers), first, last, out_s, in_s, besides + working, beside=False)
+    fixed, accumulates = besides + working, passes > 1
+    return Profile(tuple(layers), first, last, out_s, in_s, fixed, False, model.in_flight, accumulates)
 
 
 def _through_files(cost: LayerCost, out_s: float, in_s: float) -> float:

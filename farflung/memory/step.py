@@ -37,6 +37,8 @@ def simulate(
     begins when the head has computed. Weights that are far come before either pass and are dropped after it, one
     layer ahead.
 
+    Where several passes are in flight, what the others leave near is there, too: what of them is moved is far.
+
     Room: saved tensors take at most `prefetch_bytes` more than what stays near of all layers (kept ones' saved tensors,
     recomputed ones' inputs). In the forward pass a layer that does not fit waits as long as copies leave. In the
     backward pass a copy comes back when it fits, or when the layer that computes next waits for it alone.
@@ -111,6 +113,8 @@ class _Building:
         self._updated: dict[int, _Task] = {}
         self.stays = sum(stays_bytes(cost, layer) for cost, layer in self._chain)
         self.always = profile.fixed_bytes + sum(state_bytes(cost, layer) for cost, layer in self._chain)
+        self.always += (profile.in_flight - 1) * self.stays
+        self.always += sum(cost.gradient_bytes for cost, layer in self._chain if self._accumulates(layer))
 
     def step(self, updates: bool) -> _Task:
         """Adds a step, and says what ends its backward pass."""
@@ -122,6 +126,10 @@ class _Building:
             self._far_updates([task for task in leaving if task], last)
             self._near_updates(last)
         return last
+
+    def _accumulates(self, layer: LayerPlan) -> bool:
+        """Whether a layer's gradient is near all the time."""
+        return self._profile.accumulates and layer.state in ("near", "moments-far")
 
     def _forward(self, number: int) -> _Task | None:
         """A layer's forward pass, and the copy of what it saves out, if any."""
@@ -143,7 +151,7 @@ class _Building:
             cost.backward_s + again * cost.forward_s,
             takes=again * (cost.saved_bytes - cost.input_bytes),
             gives=cost.saved_bytes,
-            allocates=cost.gradient_bytes,
+            allocates=cost.gradient_bytes * (not self._accumulates(layer)),
         )
         self._compute(task, cost, layer, None)
         if gone:
@@ -171,7 +179,7 @@ class _Building:
             for cost, layer in self._chain:
                 if layer.state != ("moments-far" if far else "near"):
                     continue
-                task = _Task(COMPUTE, cost.near_step_s, frees=cost.gradient_bytes)
+                task = _Task(COMPUTE, cost.near_step_s, frees=cost.gradient_bytes * (not self._accumulates(layer)))
                 self.compute.append(task)
                 if far:
                     nbytes = cost.moment_bytes

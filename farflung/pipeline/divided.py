@@ -122,6 +122,33 @@ class DividedIsland(Island):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         return loss, fault
 
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose forward passes wait for their backward passes, at most; of one piece in each process."""
+        all_of_them = self.settings.pipeline_schedule == "gpipe"
+        return self._microbatches if all_of_them else min(self._microbatches, self._count - self.coordinates.stage)
+
+    def layers(self) -> list[nn.Module]:
+        """This process's layers of the model, in their order."""
+        spans = ((piece, piece.span) for piece in self.pieces)
+        return [layer for piece, span in spans for layer in self.workload.layers(piece.model)[span.begin : span.end]]
+
+    def rehearsal(self, step: int) -> Callable[[], Tensor]:
+        """What computes a loss with this process's piece alone, of a microbatch like those that come to it."""
+        (piece,), batch = self.pieces, self._microbatches_at(0, fixed_routes(self.mesh.replicas), step)[0]
+        batch = batch.to(self.device)
+        shape, _ = self.workload.shapes(piece.model, batch)
+        entering = batch if piece.span.first else torch.ones(shape, device=self.device, requires_grad=True)
+
+        def loss() -> Tensor:
+            leaving = piece(entering, batch=batch)
+            if piece.span.last:
+                found: Tensor = piece.loss(leaving, batch)
+                return found
+            return torch.cat([out.flatten() for out in (leaving if isinstance(leaving, tuple) else (leaving,))]).sum()
+
+        return loss
+
     def slow_link(self) -> str:
         """See Island."""
         with self.groups.naming_the_lost():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -130,6 +130,8 @@ class WholeIsland(Island):
     ahead: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     clip: Callable[[float], object] = field(init=False)
+    in_flight = 1
+    """Microbatches whose forward passes wait for their backward passes, at most."""
 
     def __post_init__(self) -> None:
         self.clip = lambda most: nn.utils.clip_grad_norm_(self.model.parameters(), most)
@@ -195,6 +197,17 @@ class WholeIsland(Island):
         weights = [weigh(batch) for batch in batches]
         shares = [weight / sum(weights) for weight in weights]
         return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
+
+    def layers(self) -> list[nn.Module]:
+        """The model's, in their order; none where they cannot be told apart."""
+        with suppress(UserError):  # which says why it has no stages
+            return list(getattr(self.workload, "layers", lambda _: ())(self.model))
+        return []
+
+    def rehearsal(self, step: int) -> Callable[[], Tensor]:
+        """What computes the loss of a step's first microbatch."""
+        batch, _ = self.parts(step)[0]
+        return lambda: self.loss(batch)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a batch from the CPU."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model
 from farflung.memory.room import cap_of
 from farflung.outer.method import Method
+from farflung.pipeline.divided import DividedIsland
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.training.measures import peak_memory, reset_peak_memory
 from farflung.training.run_log import RunLog
-from farflung.workloads import Workload
 
 UNMEASURED, MEASURED = 2, 8
 """Steps after a plan that do not count, as they warm up; and those that do, before it is told of them."""
@@ -30,6 +29,7 @@ BEYOND, SLIGHT = 0.1, 1 << 27
 """The part by which what was predicted may differ from what is measured without a warning; and so many bytes."""
 
 Gradients = Callable[[int], tuple[float, str]]
+Fittable = WholeIsland | DividedIsland
 
 
 def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, path: Path, log: RunLog) -> Gradients:
@@ -41,24 +41,29 @@ def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, pa
     """
     if not island.settings.memory:
         return island.gradients
-    assert isinstance(island, WholeIsland)  # see limits.check_memory
-    near_gradients = method.outer is None or method.dealing is not None
+    assert isinstance(island, Fittable)  # see limits.check_memory
+    near_gradients = method.outer is None or method.dealing is not None or isinstance(island, DividedIsland)
     return _Fitting(island, optimizer, make, near_gradients, path, log).gradients
 
 
-def layers_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """A model's layers, which are fitted one by one. Raises UserError where they cannot be told apart."""
-    with contextlib.suppress(UserError):  # which says why it has no stages
-        if found := list(getattr(workload, "layers", lambda _: ())(model)):
-            return found
-    raise UserError(f"the layers of {type(model).__name__} cannot be told apart to fit them; leave out --memory")
+def layers_of(island: Fittable) -> list[nn.Module]:
+    """A process's layers, which are fitted one by one. Raises UserError where they cannot be told apart."""
+    if found := island.layers():
+        return found
+    raise UserError(f"the layers of {type(island.model).__name__} cannot be told apart to fit them; leave out --memory")
 
 
 class _Fitting:
     """Has an island compute its gradients as a plan says."""
 
     def __init__(
-        self, island: WholeIsland, optimizer: Optimizer, make: Make, near_gradients: bool, path: Path, log: RunLog
+        self,
+        island: Fittable,
+        optimizer: Optimizer,
+        make: Make,
+        near_gradients: bool,
+        path: Path,
+        log: RunLog,
     ) -> None:
         self._island, self._optimizer, self._make, self._path, self._log = island, optimizer, make, path, log
         self._near_gradients = near_gradients
@@ -90,17 +95,13 @@ class _Fitting:
         """Takes the plan that is kept, or makes one."""
         island = self._island
         settings = island.settings
-        layers = layers_of(island.workload, island.model)
-        batch, _ = island.parts(step)[0]
-
-        def loss() -> Tensor:
-            return island.loss(batch)
-
-        model = Model(island.model, layers, loss, self._make, island.device)
+        loss = island.rehearsal(step)
+        model = Model(island.model, layers_of(island), loss, self._make, island.device, island.in_flight)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients)
-        island.clip = self._fitted.clip
+        if isinstance(island, WholeIsland):
+            island.clip = self._fitted.clip
         kept = Record.read(self._path)
-        passes = settings.microbatches or 1
+        passes = settings.parts
         own = (settings.memory, settings.far_folder, passes, island.device.type)
         if kept and (kept.memory, kept.far, kept.passes, kept.device) == own:
             self._follow(kept)
@@ -122,6 +123,8 @@ class _Fitting:
         """After an error that told of too little memory. Raises UserError where that came before."""
         assert self._fitted and self._record
         self._island.model.zero_grad()
+        if isinstance(self._island, DividedIsland):  # whose other processes are in the middle of the step
+            raise UserError(f"out of memory ({told}); give this stage a smaller --memory, or more --microbatches")
         if not self._anew:
             raise UserError(
                 f"out of memory again ({told}), with a plan of {self._record.plan.peak_bytes / 1e9:.3g} GB; give a "
@@ -152,7 +155,9 @@ class _Fitting:
                 f"memory: a step holds {nbytes / 1e9:.3g} GB at most, and {plan.peak_bytes / 1e9:.3g} GB were "
                 f"predicted; where that is too much, give a smaller --memory"
             )
-        if abs(seconds - record.seconds) > BEYOND * record.seconds:
+        # A stage waits for others, too.
+        alone = isinstance(self._island, WholeIsland)
+        if alone and abs(seconds - record.seconds) > BEYOND * record.seconds:
             self._log.warn(
                 f"memory: a step takes {seconds:.3g} s, and {record.seconds:.3g} s were predicted; where that stays "
                 f"so, remove {self._path}, and a new plan is made when the run goes on"

@@ -75,7 +75,8 @@ def check_memory(settings: Settings) -> None:
     if settings.network.kind.simulate:
         raise UserError("memory is of real processes, and simulated replicas share one; leave out --memory")
     unfit = {
-        "stages, shards and islands": island.divided,
+        "shards": any(shape.shards > 1 for shape in island.shapes()),
+        f"pipeline_schedule {island.pipeline_schedule}": island.pipeline_schedule not in ("1f1b", "gpipe"),
         "swarm": island.swarm,
         "offload": island.offload,
         "recompute": island.recompute,
