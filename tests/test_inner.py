@@ -20,6 +20,7 @@ from torch import nn
 from farflung import inner
 from farflung.errors import UserError
 from farflung.inner import MULOCO, MUON, SIGN, Muon, MuonAdamW, names_of
+from farflung.memory.far import far_homes, near_home
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
@@ -248,9 +249,10 @@ def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
     assert saved(tmp_path / "none", 12, 0)["late"] == {"count": 0, "mean": {}}
 
 
-def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_the_late_average_is_a_mean_of_all_that_was_added(far: bool, tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    late = TailAverage(model)
+    late, second = (TailAverage(model, far_homes(str(tmp_path)) if far else near_home) for _ in range(2))
     late.apply()
     before = weights(model)
     samples = [before]
@@ -261,7 +263,8 @@ def test_the_late_average_is_a_mean_of_all_that_was_added() -> None:
                 parameter.fill_(value)
         samples.append(weights(model))
         late.add()
-    late.apply()
+    second.load_state_dict(late.state_dict())
+    second.apply()
     torch.testing.assert_close(weights(model), torch.stack(samples).mean(0))
 
 

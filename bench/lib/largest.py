@@ -26,17 +26,17 @@ class Models:
         self.memory = f"{SHARE * gigabytes:.4g}GB"
         self._sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 256}
         self._sizes |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
+        self._layer = 4 * 16 * width**2  # bytes of its weights
         length = min(tokens, 512)
         self._sizes["max_position_embeddings"] = length
-        self._settings: dict[str, Any] = {
-            "method": "local",
-            "replicas": 1,
-            "network": "torch",
-            "steps": 3,
+        self._settings: dict[str, Any] = {"method": "local", "replicas": 1, "network": "torch", "steps": 3}
+        self._settings |= {
             "log_every": 1,
+            "sequence_length": length,
+            "batch_size": tokens // length,
+            "eval_sequences": 1,
         }
-        self._settings |= {"sequence_length": length, "batch_size": tokens // length, "eval_sequences": 1}
-        self._settings |= {"checkpoint_every": 0, "eval_every": 1000, "text_share": 0}
+        self._settings |= {"checkpoint_every": 0, "eval_every": 1000, "eval_sequences": 1, "text_share": 0}
 
     def train(self, layers: int, memory: str) -> Finished:
         """Trains one, without a plan where `memory` says nothing. Raises RuntimeError."""
@@ -62,6 +62,7 @@ class Models:
         """The most layers that train, and their run: as many as fewer say, or a little less."""
         one, other = (self.needed(layers, planned) for layers in FEW)
         each = (other - one) / (FEW[1] - FEW[0])
+        each = max(each, self._layer / 1e9)  # since all of a model is near when it is made
         layers = FEW[0] + int(((SHARE if planned else 1) * self._gigabytes - one) / each)
         while layers:
             try:

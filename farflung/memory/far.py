@@ -121,6 +121,10 @@ class Home(NamedTuple):
     let_go: Callable[[], object]
 
 
+MakeHome = Callable[[Tensor], Home]
+"""Makes a home like a tensor."""
+
+
 def home_in(folder: Path, like: Tensor) -> Home:
     """A home whose values lie in a file without a name. Raises UserError."""
     with disk_errors(f"write to {folder}", REMEDY), tempfile.TemporaryFile(dir=folder) as file:
@@ -132,6 +136,16 @@ def home_in(folder: Path, like: Tensor) -> Home:
     # The file has the values still; the pages come back when they are read.
     let_go = partial(mapped.madvise, mmap.MADV_DONTNEED) if hasattr(mmap, "MADV_DONTNEED") else lambda: None
     return Home(torch.frombuffer(mapped, dtype=like.dtype).view(like.shape), let_go)
+
+
+def near_home(like: Tensor) -> Home:
+    """A home on the tensor's own device."""
+    return Home(torch.empty_like(like), lambda: None)
+
+
+def far_homes(folder: str) -> MakeHome:
+    """What makes homes in a folder's files, or where it is "" in the host's memory."""
+    return partial(home_in, Path(folder)) if folder else pinned_home
 
 
 def pinned_home(like: Tensor) -> Home:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from farflung.files import write_text
 from farflung.hooks.shards import own_of
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
-from farflung.memory.far import FileOf, HostMemory, check_room, home_in, pinned_home
+from farflung.memory.far import FileOf, HostMemory, check_room, far_homes
 from farflung.memory.measure import bytes_of, in_use, return_what_is_free, tensors_in
 from farflung.memory.moments import FarMoments
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
@@ -176,7 +175,7 @@ class Fitted:
         def having(*states: State) -> list[nn.Module]:
             return [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state in states]
 
-        home = partial(home_in, Path(self._folder)) if self._folder else pinned_home
+        home = far_homes(self._folder)
         copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
         weights = FarWeights(having("weights-far"), home)
         if far := having("optimizer-far", "weights-far"):

@@ -14,12 +14,9 @@ from torch.optim import Optimizer
 
 from farflung.hooks.steps import hook_steps
 from farflung.memory.copies import Arrival, Copies
-from farflung.memory.far import Home, flat
+from farflung.memory.far import Home, MakeHome, flat
 from farflung.memory.moments import SMALLEST
 from farflung.memory.profile import Make
-
-MakeHome = Callable[[Tensor], Home]
-"""Makes a home like a tensor."""
 
 
 @dataclass(eq=False)

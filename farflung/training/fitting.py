@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.events import MemoryEvent
+from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model
 from farflung.memory.room import cap_of
 from farflung.outer.method import Method
 from farflung.pipeline.divided import DividedIsland
 from farflung.pipeline.island import Island, WholeIsland
+from farflung.pipeline.settings import IslandSettings
 from farflung.training.measures import peak_memory, reset_peak_memory
 from farflung.training.run_log import RunLog
 
@@ -44,6 +46,11 @@ def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, pa
     assert isinstance(island, Fittable)  # see limits.check_memory
     near_gradients = method.outer is None or method.dealing is not None or isinstance(island, DividedIsland)
     return _Fitting(island, optimizer, make, near_gradients, path, log).gradients
+
+
+def mean_home(settings: IslandSettings) -> MakeHome:
+    """Where the mean of late weights lies, which plans do not count: far, where memory is planned."""
+    return far_homes(settings.far_folder) if settings.memory else near_home
 
 
 def layers_of(island: Fittable) -> list[nn.Module]:

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from farflung.hooks.trained import trainable
+from farflung.memory.far import Home, MakeHome, near_home
 
 
 class TailAverage:
     """A running mean of weights, one sample a call: the mean of late anchors has a lower loss than the last one.
 
-    Keeps one float32 copy of the model from the first sample on. It needs no exchange.
+    Keeps one float32 copy of the model from the first sample on, in homes that `home` makes. It needs no exchange.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = trainable(model)
-        self._mean: dict[str, torch.Tensor] = {}
+    def __init__(self, model: nn.Module, home: MakeHome = near_home) -> None:
+        self._parameters, self._home = trainable(model), home
+        self._mean: dict[str, Home] = {}
         self._count = 0
 
     @torch.no_grad()
@@ -27,21 +28,30 @@ class TailAverage:
         self._count += 1
         for name, parameter in self._parameters.items():
             if name in self._mean:
-                self._mean[name].lerp_(parameter.float(), 1 / self._count)
+                mean = self._mean[name].tensor
+                mean.lerp_(parameter.float().to(mean.device), 1 / self._count)
+                self._mean[name].let_go()
             else:
-                self._mean[name] = parameter.detach().float().clone()
+                self._put(name, parameter.detach())
 
     @torch.no_grad()
     def apply(self) -> None:
         """Gives the model the mean, if there is one."""
         for name, mean in self._mean.items():
-            self._parameters[name].copy_(mean)
+            self._parameters[name].copy_(mean.tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """The mean so far, by the parameters' names."""
-        return {"count": self._count, "mean": self._mean}
+        return {"count": self._count, "mean": {name: mean.tensor for name, mean in self._mean.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         self._count = state["count"]
-        self._mean = {name: mean.to(self._parameters[name].device) for name, mean in state["mean"].items()}
+        self._mean = {}
+        for name, mean in state["mean"].items():
+            self._put(name, mean.to(self._parameters[name].device))
+
+    def _put(self, name: str, mean: torch.Tensor) -> None:
+        self._mean[name] = self._home(mean.float())
+        self._mean[name].tensor.copy_(mean)
+        self._mean[name].let_go()

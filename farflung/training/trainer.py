@@ -28,7 +28,7 @@ from farflung.training.checkpoint import Checkpoint
 from farflung.training.core import holders_of
 from farflung.training.dealt_tables import DealtTables
 from farflung.training.events import event_log, scores
-from farflung.training.fitting import fitting
+from farflung.training.fitting import fitting, mean_home
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.profiling import Profile
@@ -83,7 +83,7 @@ class Trainer:
         place = mesh.first + self.process  # dropout differs between processes
         torch.manual_seed(settings.run.seed * 1_000_003 + place)
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
-        self.tail = TailAverage(self.model)
+        self.tail = TailAverage(self.model, mean_home(settings.island))
         self._lost: LostDataError | None = None
         self._score: float | None = None
         """What the model was judged by at this step, if it was."""
