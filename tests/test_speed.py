@@ -27,7 +27,7 @@ from farflung.pipeline.compiling import telling_of_compilers
 from farflung.planner.architecture import architecture_of
 from farflung.settings import Settings
 from farflung.training import checkpoint, launch
-from farflung.training.measures import peak_tflops
+from farflung.training.measures import peak_tflops, squares_apart
 from farflung.training.saving import Saving, copied
 from farflung.workloads.base import Span
 from farflung.workloads.models import sequence_loss
@@ -342,3 +342,9 @@ def test_known_cards_are_found_by_their_names(card: str, peak: float, monkeypatc
     assert peak_tflops(torch.device("cuda"), "bfloat16") == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Nothing")
     assert peak_tflops(torch.device("cuda"), "bfloat16") is None and peak_tflops(torch.device("cpu"), "float32") is None
+
+
+def test_how_far_tensors_are_apart_is_counted_over_all_of_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("farflung.training.measures.AT_ONCE", 7)
+    assert squares_apart(one, other) == pytest.approx(float((one - other).double().norm() ** 2))

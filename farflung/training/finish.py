@@ -34,6 +34,7 @@ from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import all_gather_facts, facts_of_replicas
 from farflung.training.core import holders_of
+from farflung.training.measures import squares_apart
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -129,7 +130,7 @@ def _met(trainer: Trainer, network: Network, own: Sequence[Message], facts: dict
     holders = _holders(trainer.settings, network, len(own), deadline)
     means = [_mean(network, part, who, deadline) for part, who in zip(own, holders, strict=False)]
     numel = sum(part.flat.numel() for part in own)
-    off = sum(float((part.flat - mean).double().square().sum()) for part, mean in zip(own, means, strict=True))
+    off = sum(squares_apart(part.flat, mean) for part, mean in zip(own, means, strict=True))
     numel, deviation = trainer.island.total(torch.tensor([numel, off], dtype=torch.float64)).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
     return means, facts_of_replicas(network, facts, "summary", deadline)
@@ -147,6 +148,8 @@ def _mean(network: Network, own: Message, holders: Group | None, deadline_s: flo
     """The mean of what a network's replicas, or those who hold it, have of some cells."""
     if holders is not None:
         return _mean_of_column(Column(network, tuple(own.names), "the rest"), own, holders, deadline_s).flat
+    if len(network.members()) == 1:  # whose copies of a model that just fits would have no room
+        return own.flat
     columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
     columns.meet(own.names, [], "layouts at the end", deadline_s)
     for column in columns.of(network.members(), own.names):

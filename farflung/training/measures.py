@@ -39,12 +39,22 @@ def sampled(named: Mapping[str, torch.nn.Parameter], layout: Layout, most: int) 
     return found
 
 
+AT_ONCE = 1 << 22
+"""Values of large tensors that are compared at a time."""
+
+
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has held so far: of its GPU, or else of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def squares_apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The sum of the squares of what flat tensors differ by, made of a few values at a time."""
+    pairs = zip(one.split(AT_ONCE), other.split(AT_ONCE), strict=True)
+    return sum(float((part - its).double().square().sum()) for part, its in pairs)
 
 
 def reset_peak_memory(device: torch.device) -> None:
