@@ -68,7 +68,7 @@ class Models:
             try:
                 return layers, self.train(layers, self.memory if planned else "")
             except RuntimeError:
-                layers -= max(1, layers // 20)
+                layers -= max(1, layers // 10)
         raise RuntimeError(f"no layer of this width trains in {self._gigabytes:g} GB")
 
     def beyond(self, layers: int, planned: bool) -> str:
