@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -75,6 +75,23 @@ class SignSGD(torch.optim.Optimizer):
         return loss
 
 
+class Along(TypedDict, total=False):
+    """What Muon's steps follow besides gradients and their mean.
+
+    Args:
+        slow_share: the part of a slow momentum in what is made orthogonal, as in SlowAdamW; 0 keeps none.
+        slow_momentum: of that.
+        align: the part of a step that follows the last round's mean step, where rounds tell it (outer.AlignedSteps).
+    """
+
+    slow_share: float
+    slow_momentum: float
+    align: float
+
+
+ALONG = Along(slow_share=0.0, slow_momentum=0.999, align=0.0)
+
+
 class Muon(torch.optim.Optimizer):
     """For matrices: steps along the orthogonal factor of the gradients' mean, by default with Nesterov's momentum.
 
@@ -90,9 +107,9 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether it looks ahead: along lerp(gradient, mean, momentum), and not along the mean.
         scale: "rms" makes steps as large as AdamW's, 0.2·√max(rows, columns), so that one learning rate serves both
             (arXiv 2502.16982); "fans" makes them √(rows / columns), as in MuLoCo (arXiv 2505.23725).
-        slow_share: the part of a slow momentum in what is made orthogonal, as in SlowAdamW; 0 keeps none.
-        slow_momentum: of that.
-        align: the part of a step that follows the last round's mean step, where rounds tell it (outer.AlignedSteps).
+        along: what else steps follow, as in Along.
+
+    Raises TypeError for other settings.
     """
 
     wholes: Wholes | None = None
@@ -106,12 +123,11 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         scale: Scale = "rms",
-        slow_share: float = 0.0,
-        slow_momentum: float = 0.999,
-        align: float = 0.0,
+        **along: Unpack[Along],
     ) -> None:
-        chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale}
-        chosen |= {"slow_share": slow_share, "slow_momentum": slow_momentum, "align": align}
+        if unknown := along.keys() - ALONG.keys():
+            raise TypeError(f"Muon has no setting {unknown.pop()!r}")
+        chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale, **ALONG, **along}
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, **chosen})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,9 +222,7 @@ def _fill_in(groups: Iterable[dict[str, Any]]) -> None:
         if "momentum" in group:
             group.setdefault("nesterov", True)
             group.setdefault("scale", "rms")
-            group.setdefault("slow_share", 0.0)
-            group.setdefault("slow_momentum", 0.999)
-            group.setdefault("align", 0.0)
+            group.update({name: group.get(name, value) for name, value in ALONG.items()})
 
 
 def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:

