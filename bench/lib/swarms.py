@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,6 +203,7 @@ def seated(seating: Seating, arguments: list[str]) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (int(seating.max_mb * 1e6),) * 2)
+        threading.stack_size(1 << 19)  # 8 MB else, which count though no thread uses them
     from farflung.cli import main as command
     from farflung.swarm import seat
     from farflung.swarm.routers import PermutationRouter
