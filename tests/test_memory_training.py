@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from processes import HERE, SMALL, run_here, run_together, same_weights
+from processes import HERE, SMALL, run_here, run_together, same, same_weights, saved
 from torch import nn
 from transformers import LlamaConfig
 
@@ -20,12 +21,18 @@ from farflung.errors import UserError
 from farflung.events import MemoryEvent, StepEvent
 from farflung.memory.far import check_room
 from farflung.memory.fitted import Record, is_out_of_memory
+from farflung.memory.measure import Held, bytes_of
 from farflung.memory.room import cap_of, total
+from farflung.networks import SimulatedNetwork
 from farflung.pipeline.island import WholeIsland
 from farflung.report.memory import memory_line, memory_table
 from farflung.report.read import read_run
 from farflung.settings import Settings
+from farflung.training import checkpoint
+from farflung.training.finish import finish, write_results
 from farflung.training.fitting import layers_of
+from farflung.training.island import coordination
+from farflung.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 ALONE = [*SMALL, "--method", "local", "--replicas", "1", "--network", "torch"]
@@ -132,6 +139,27 @@ def test_a_plan_of_other_parts_of_a_step_or_of_another_device_is_made_anew(
     plan.write_text(json.dumps(kept() | {"device": "cuda", "cap_bytes": 12345}))
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--steps", "3") == 0
     assert kept()["device"] == "cpu" and kept()["cap_bytes"] > 12345
+
+
+def test_a_run_ends_without_a_copy_of_its_model(tmp_path: Path) -> None:
+    """From its last step on: evaluations, a checkpoint, the summary and the averaged weights."""
+    length = {"sequence_length": 16, "batch_size": 2, "max_tokens": 50_000, "eval_sequences": 2}
+    settings = Settings.of(
+        model="micro", method="local", network="torch", replicas=1, steps=1, memory="100%", tail_average=0, **length
+    )
+    network = SimulatedNetwork.alone()
+    trainer = Trainer(settings, network, tmp_path, coordination(None, settings.figure), CPU)
+    held = Held()
+    with ExitStack() as last, trainer.stop.listening():
+        trainer.train(at_the_end=lambda _: last.enter_context(held))  # type: ignore[no-untyped-call]
+        summary = finish(trainer, lambda ended: ended(network))
+        write_results(trainer, summary, tells=True)
+    trainer.log.events.close()
+    parameters = list(trainer.model.parameters())
+    assert summary["parameters"] == sum(parameter.numel() for parameter in parameters)
+    assert 0 < held.most < bytes_of(parameters) / 2
+    kept = (saved(tmp_path, 1, 0)["model"], checkpoint.read(checkpoint.average_of(tmp_path))["model"])
+    assert all(same(weights, trainer.model.state_dict()) for weights in kept)
 
 
 def train(folder: Path, *arguments: str) -> None:

@@ -7,19 +7,24 @@ to its six rows, so that they say less than the first tables do. "Noted" is what
 gave. `caps`: the most that steps on this machine's processor hold by torch's own tracker, beside the cap and what was
 predicted; moments stay near, since the tracker cannot tell memory that is far from near. `seconds`: steps beside steps
 that keep everything, in turns, with far memory that is as slow as it is told to be; transformers' own offload copies at
-the same speed. `largest`: the most layers of a Llama that train in so much memory, which processes are held to, with
-and without `--memory`. Takes a minute for the first, ten for `caps`, twenty for `seconds` and hours for `largest`.
+the same speed. `search`: the plans that the search finds beside the fastest of all plans, found by trying all of
+them, for chains of up to six unlike layers of random costs and caps. `largest`: the most layers of a Llama that train
+in so much memory, which processes are held to, with and without `--memory`. Takes a minute for the first, ten for
+`caps`, twenty for `seconds`, five for `search` and hours for `largest`.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
+from bench.lib.all_plans import NOTHING, cap_between, deep, over_the_fastest
 from bench.lib.fitted import Shape, Trained, ratios, slow_copies
 from bench.lib.largest import largest
 from bench.lib.store import Store
@@ -29,7 +34,6 @@ from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile
 from farflung.memory.search import leanest, search
 from farflung.memory.step import Step, simulate
 
-NOTHING = LayerCost(0, 0, 0, 0, 0, 0, 0, 0, 0)
 GROUPS = 16
 """Layers; of a deeper model, so many groups of them."""
 SAVED, INPUT = 34, 2
@@ -52,9 +56,12 @@ MODELS = {"4.0B": (2304, 64, 18_432, (1.62, 1.23)), "8.2B": (3072, 72, 10_240, (
 PRIORITY = 1.21
 
 
+Name = Literal["simulated", "caps", "seconds", "search", "largest"]
+
+
 @dataclass(frozen=True)
 class Options:
-    parts: tuple[Literal["simulated", "caps", "seconds", "largest"], ...] = ("simulated", "caps", "seconds", "largest")
+    parts: tuple[Name, ...] = get_args(Name)
     """What to ask."""
     devices: tuple[str, ...] = tuple(DEVICES)
     """For KARMA's comparison."""
@@ -70,6 +77,8 @@ class Options:
     """For `seconds`: how often each plan's step is timed; the median counts."""
     shape: Shape = field(default_factory=Shape)
     """The Llama of `caps` and `seconds`."""
+    cases: int = 200
+    """For `search`."""
     gigabytes: tuple[float, ...] = (4, 8, 16)
     """For `largest`."""
     width: int = 1024
@@ -78,14 +87,19 @@ class Options:
     """In a step of `largest`."""
 
 
-SMOKE = Options(parts=("simulated", "caps"), devices=("V100",), models=(), caps=(60,), shape=Shape(32, 6, 16, 64))
+SMOKE = Options(("simulated", "caps", "search"), ("V100",), models=(), caps=(60,), shape=Shape(32, 6, 16, 64), cases=3)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
+    parts: dict[Name, Callable[[Options, Store], Iterator[Part]]] = {
+        "simulated": simulated,
+        "caps": caps,
+        "seconds": seconds,
+        "search": searches,
+        "largest": largest_models,
+    }
     for part in options.parts:
-        yield from {"simulated": simulated, "caps": caps, "seconds": seconds, "largest": largest_models}[part](
-            options, store
-        )
+        yield from parts[part](options, store)
 
 
 def simulated(options: Options, _: Store) -> Iterator[Part]:
@@ -162,6 +176,20 @@ def timed(trained: Trained, bytes_s: float, options: Options) -> Iterator[tuple[
         predicted = plan.seconds / keeps.seconds
         peak = 100 * plan.peak_bytes / keeps.peak_bytes
         yield letters(plan), peak, measured, predicted, 100 * (measured / predicted - 1)
+
+
+def searches(options: Options, _: Store) -> Iterator[Part]:
+    ratios = list(over_the_fastest(options.cases))
+    optimal = sum(ratio < 1 + 1e-9 for ratio in ratios)
+    worst = f"the worst takes {max(ratios):.4f} times as long"
+    yield f"of {len(ratios)} plans of up to 6 layers, {optimal} are the fastest of all; {worst}"
+    for state, what in ((0, "modes"), (100, "modes, and what the optimizer needs")):
+        draw = random.Random(1)
+        profile = deep(draw, state)
+        cap = cap_between(draw, profile)
+        began = time.perf_counter()
+        search(profile, cap, clip=True)
+        yield f"a search over {len(profile.layers)} layers' {what}: {time.perf_counter() - began:.2f} s"
 
 
 def largest_models(options: Options, store: Store) -> Iterator[Part]:

@@ -84,6 +84,8 @@ def _limits() -> Iterator[tuple[int, int]]:
     group = Path("/sys/fs/cgroup")
     try:
         most_text, now = ((group / name).read_text("ascii").strip() for name in ("memory.max", "memory.current"))
-        yield (UNLIMITED if most_text == "max" else int(most_text)), int(now)
-    except (OSError, ValueError):
+        table = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+        files = int(table["inactive_file"]) + int(table["active_file"])  # they make room when need be
+        yield (UNLIMITED if most_text == "max" else int(most_text)), int(now) - files
+    except (OSError, ValueError, KeyError):
         yield UNLIMITED, 0

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,14 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     if trainer.dealt:
         trainer.dealt.gather()
     parts = holders_of(trainer.settings).fragments(trainer.model, 1, trainable(trainer.model))
-    weights = [part.message(part.read()) for part in parts]
+    own["parameters"] = sum(part.numel for part in parts)
+
+    @cache
+    def weights() -> list[Message]:
+        return [part.message(part.read()) for part in parts]
+
     means, facts = together(lambda network: _met(trainer, network, weights, own))
-    for part, mean in zip(parts, means, strict=True):
+    for part, mean in zip(parts, means, strict=False):  # there are none where the weights stay as they are
         part.write(mean)
     trainer.island.after_step()
     trainer.prune()
@@ -124,14 +130,17 @@ def _memory(fitted: MemoryEvent) -> dict[str, Any]:
     return {name: getattr(fitted, name) for name in names}
 
 
-def _met(trainer: Trainer, network: Network, own: Sequence[Message], facts: dict[str, Any]) -> Ended:
-    """The mean of the weights of those on a network, and what they tell. Raises PeerLostError."""
+def _met(trainer: Trainer, network: Network, weights: Callable[[], list[Message]], facts: dict[str, Any]) -> Ended:
+    """The mean of the weights of those on a network, and what they tell; no mean for one who is alone.
+
+    Raises PeerLostError.
+    """
+    own = weights() if len(network.members()) > 1 else []  # a model that just fits leaves no room for a copy
     deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
     holders = _holders(trainer.settings, network, len(own), deadline)
     means = [_mean(network, part, who, deadline) for part, who in zip(own, holders, strict=False)]
-    numel = sum(part.flat.numel() for part in own)
     off = sum(squares_apart(part.flat, mean) for part, mean in zip(own, means, strict=True))
-    numel, deviation = trainer.island.total(torch.tensor([numel, off], dtype=torch.float64)).tolist()
+    numel, deviation = trainer.island.total(torch.tensor([facts["parameters"], off], dtype=torch.float64)).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
     return means, facts_of_replicas(network, facts, "summary", deadline)
 
@@ -148,8 +157,6 @@ def _mean(network: Network, own: Message, holders: Group | None, deadline_s: flo
     """The mean of what a network's replicas, or those who hold it, have of some cells."""
     if holders is not None:
         return _mean_of_column(Column(network, tuple(own.names), "the rest"), own, holders, deadline_s).flat
-    if len(network.members()) == 1:  # whose copies of a model that just fits would have no room
-        return own.flat
     columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
     columns.meet(own.names, [], "layouts at the end", deadline_s)
     for column in columns.of(network.members(), own.names):

@@ -53,6 +53,11 @@ def mean_home(settings: IslandSettings) -> MakeHome:
     return far_homes(settings.far_folder) if settings.memory else near_home
 
 
+def host_is_planned(settings: IslandSettings, device: torch.device) -> bool:
+    """Whether this machine's own memory is planned: then there is none for copies, such as of a checkpoint."""
+    return bool(settings.memory) and device.type == "cpu"
+
+
 def layers_of(island: Fittable) -> list[nn.Module]:
     """A process's layers, which are fitted one by one. Raises UserError where they cannot be told apart."""
     if found := island.layers():

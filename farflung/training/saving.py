@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from farflung.memory.room import room
 from farflung.training import checkpoint
 from farflung.training.checkpoint import Checkpoint
 
@@ -59,7 +59,7 @@ class Saving:
         """Begins to write a state, which may change afterwards. The one before must have ended."""
         assert self._writing is None
         began = time.perf_counter()
-        apart = self._thread is not None and _bytes_of(state) * SPARE < _free_memory()
+        apart = self._thread is not None and _bytes_of(state) * SPARE < room(torch.device("cpu"))
         if self._thread and apart:
             state = copied(state, {})
             delayed = time.perf_counter() - began
@@ -112,22 +112,3 @@ def _bytes_of(value: Any) -> int:
         return value.nbytes
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return sum(map(_bytes_of, inside))
-
-
-def _free_memory() -> float:
-    """Bytes that this process can still take, as far as the system tells."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        free = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-        return min(free, _free_in_container())
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
-
-
-def _free_in_container() -> float:
-    """Bytes until a container's limit, where there is one; files that it has read make room when need be."""
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        table = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return most - used + int(table["inactive_file"]) + int(table["active_file"])
-    return float("inf")

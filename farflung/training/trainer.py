@@ -28,7 +28,7 @@ from farflung.training.checkpoint import Checkpoint
 from farflung.training.core import holders_of
 from farflung.training.dealt_tables import DealtTables
 from farflung.training.events import event_log, scores
-from farflung.training.fitting import fitting, mean_home
+from farflung.training.fitting import fitting, host_is_planned, mean_home
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.profiling import Profile
@@ -80,8 +80,7 @@ class Trainer:
         self.process = mesh.process(coordinates.replica, coordinates.stage, coordinates.shard)
         self.file_stem = mesh.file_stem(coordinates)
         make = self._make_optimizer()
-        place = mesh.first + self.process  # dropout differs between processes
-        torch.manual_seed(settings.run.seed * 1_000_003 + place)
+        torch.manual_seed(settings.run.seed * 1_000_003 + mesh.first + self.process)  # processes differ in dropout
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
         self.tail = TailAverage(self.model, mean_home(settings.island))
         self._lost: LostDataError | None = None
@@ -97,7 +96,8 @@ class Trainer:
         plan = folder / "memory" / f"{self.file_stem}.json"
         self._compute = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
-        self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background=not network.timed)
+        background = not (network.timed or host_is_planned(settings.island, device))
+        self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background)
         first = coordinates.replica == 0 or network.elastic is not None
         traced = settings.run.profiled if settings.run.profile_replicas == "all" or first else range(0)
         self.profile = Profile(traced, folder / "profile" / f"{self.file_stem}-steps-{settings.run.profile}.json")
