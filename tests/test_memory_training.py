@@ -121,38 +121,43 @@ def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_plan_of_other_parts_of_a_step_or_of_another_device_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twice the samples at once save twice the bytes, so that a plan of fewer would not fit."""
-    plan, usual = tmp_path / "run/memory/replica-0.json", [*ALONE, "--inner", "adamw", "--checkpoint-every", "1"]
+def trainer_of(folder: Path, resume_step: int | None = None, **settings: Any) -> Trainer:
+    """Of a replica in this process, alone, with all of the machine's memory."""
+    usual: dict[str, Any] = {"model": "micro", "sequence_length": 16, "max_tokens": 50_000, "eval_sequences": 2}
+    usual |= {"method": "local", "network": "torch", "replicas": 1, "memory": "100%", "inner": "adamw"}
+    config = Settings.of(**usual, **settings)
+    return Trainer(config, SimulatedNetwork.alone(), folder, coordination(None, config.figure), CPU, resume_step)
 
-    def kept() -> dict[str, Any]:
+
+def test_a_plan_of_other_parts_of_a_step_or_of_another_device_is_made_anew(tmp_path: Path) -> None:
+    """Twice the samples at once save twice the bytes, so that a plan of fewer would not fit."""
+    plan = tmp_path / "memory/replica-0.json"
+
+    def kept(steps: int, microbatches: int) -> dict[str, Any]:
+        resumed = steps - 1 or None
+        trainer = trainer_of(tmp_path, resumed, steps=steps, batch_size=4, microbatches=microbatches)
+        with trainer.stop.listening():
+            trainer.train()
+        trainer.log.events.close()
         return cast(dict[str, Any], json.loads(plan.read_text()))
 
-    begun = ("--steps", "1", "--batch-size", "4", "--microbatches", "4", "--memory", "100%", "--out", "run")
-    assert run_here(monkeypatch, tmp_path, "train", *usual, *begun) == 0
-    assert (kept()["passes"], kept()["device"]) == (4, "cpu")
-    first = kept()["profile"]["layers"][0]["saved_bytes"]
-    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--steps", "2", "--microbatches", "1") == 0
-    assert kept()["passes"] == 1 and kept()["profile"]["layers"][0]["saved_bytes"] > 3 * first
-    plan.write_text(json.dumps(kept() | {"device": "cuda", "cap_bytes": 12345}))
-    assert run_here(monkeypatch, tmp_path, "train", "--resume", "run", "--steps", "3") == 0
-    assert kept()["device"] == "cpu" and kept()["cap_bytes"] > 12345
+    first = kept(1, 4)
+    assert (first["passes"], first["device"]) == (4, "cpu")
+    second = kept(2, 1)
+    saved_bytes = [one["profile"]["layers"][0]["saved_bytes"] for one in (first, second)]
+    assert second["passes"] == 1 and saved_bytes[1] > 3 * saved_bytes[0]
+    plan.write_text(json.dumps(second | {"device": "cuda", "cap_bytes": 12345}))
+    third = kept(3, 1)
+    assert third["device"] == "cpu" and third["cap_bytes"] > 12345
 
 
 def test_a_run_ends_without_a_copy_of_its_model(tmp_path: Path) -> None:
     """From its last step on: evaluations, a checkpoint, the summary and the averaged weights."""
-    length = {"sequence_length": 16, "batch_size": 2, "max_tokens": 50_000, "eval_sequences": 2}
-    settings = Settings.of(
-        model="micro", method="local", network="torch", replicas=1, steps=1, memory="100%", tail_average=0, **length
-    )
-    network = SimulatedNetwork.alone()
-    trainer = Trainer(settings, network, tmp_path, coordination(None, settings.figure), CPU)
+    trainer = trainer_of(tmp_path, steps=1, batch_size=2, tail_average=0)
     held = Held()
     with ExitStack() as last, trainer.stop.listening():
         trainer.train(at_the_end=lambda _: last.enter_context(held))  # type: ignore[no-untyped-call]
-        summary = finish(trainer, lambda ended: ended(network))
+        summary = finish(trainer, lambda ended: ended(trainer.network))
         write_results(trainer, summary, tells=True)
     trainer.log.events.close()
     parameters = list(trainer.model.parameters())
