@@ -230,11 +230,11 @@ def test_where_nobody_is_and_nothing_was_kept_one_is_told(url: str, tmp_path: Pa
 
 
 class Faulty(MemoryFileSystem):  # type: ignore[misc]
-    """A store that loses requests, as many as `fails` says."""
+    """A store that loses requests, as many as `fails` says, and the answers to as many others as `unheard` says."""
 
     protocol = "faulty"
     cachable = False
-    fails = 0
+    fails = unheard = 0
 
     def _maybe(self) -> None:
         if Faulty.fails > 0:
@@ -243,7 +243,10 @@ class Faulty(MemoryFileSystem):  # type: ignore[misc]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> Any:
         self._maybe()
-        return super().pipe_file(path, value, mode=mode, **kwargs)
+        super().pipe_file(path, value, mode=mode, **kwargs)
+        if Faulty.unheard > 0:
+            Faulty.unheard -= 1
+            raise OSError("the connection was closed")
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
         self._maybe()
@@ -258,7 +261,7 @@ class Faulty(MemoryFileSystem):  # type: ignore[misc]
 def faulty() -> Iterator[None]:
     fsspec.register_implementation("faulty", Faulty, clobber=True)
     yield
-    Faulty.fails = 0
+    Faulty.fails = Faulty.unheard = 0
 
 
 @pytest.mark.usefixtures("faulty")
@@ -287,6 +290,25 @@ def test_while_the_store_is_away_a_peer_is_alone_and_then_joins_again(tmp_path: 
         Faulty.fails = 0
         until(lambda: sum("is there again" in line for line in run.told) == 2, patience(40))
         assert [mean.tolist() for mean in mean_of(run.open, "round 2 of 0", 2)] == [[0.5] * 2] * 2
+
+
+@pytest.mark.usefixtures("faulty")
+def test_who_goes_on_alone_leaves_no_note_by_which_others_wait_for_it(tmp_path: Path) -> None:
+    """What it could not write as far as it knows, may be there all the same."""
+    with seats(f"faulty://{tmp_path.name}/z", tmp_path, 2) as run:
+        one, other = run.open
+        for network in run.open:
+            network.peers._over.set()  # no beat comes between
+            network.peers._thread.join()
+        one.peers.notes.store._patience_s = 0.0
+        Faulty.unheard = 1
+        visit, party = one._meetings.come((one.rank, other.rank), "round 1 of 0", 1, 1.0, "", 0.0)
+        assert (party.group, party.alone, visit.note) == ((), "away", None)
+        seen = []
+        for _ in range(2):
+            seen.append(set(other.peers.of(other.peers.look(time.monotonic()).written, Kind.HERE)))
+            one.peers.notes.sweep()
+        assert seen == [{one.rank}, set()]
 
 
 @pytest.mark.parametrize("name", ["noloco", "diloco", "nolocox", "streaming-diloco"])

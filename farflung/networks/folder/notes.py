@@ -19,7 +19,7 @@ from farflung.networks.folder.sealing import (
     check_note,
     check_told,
 )
-from farflung.networks.folder.store import BESIDE, Store
+from farflung.networks.folder.store import BESIDE, Store, StoreAwayError
 from farflung.networks.peers.guard import Guard
 
 REMEMBERED = 1 << 16
@@ -92,7 +92,11 @@ class Notes:
             who: dict[str, Any] = {"kind": kind, "rank": self.rank, "session": self.session, "number": self._number}
             note = said(**who, time=time.time(), size=size)
         name = self.seals.name(note)
-        self.store.put(name, self._sealed(name, parts) + sealed)
+        try:
+            self.store.put(name, self._sealed(name, parts) + sealed)
+        except StoreAwayError:
+            self.leave(name)  # it may have been written: others would wait for who has gone on alone
+            raise
         self._mine[name] = time.monotonic()
         return Written(name, note, b"")
 
