@@ -173,7 +173,7 @@ class Meetings:
                 if self._close(visit, guests, now):
                     continue
                 if not self._can_be_placed(visit, guests, now):
-                    return Party((), {}, alone="left over" if visit.closings else "nobody")
+                    return Party((), {}, alone="left over" if visit.closings or visit.others else "nobody")
             time.sleep(max(FIRST_PAUSE, min(pause, visit.until - now)))
             pause = min(pause * SLOWER, LONGEST_PAUSE)
 

@@ -93,6 +93,7 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
         def meet(_: Transfer[T]) -> T:
             IN_BACKGROUND.set(True)
             visit, party = self._meetings.come(wanted, key, step, weight, lineage, patience_s)
+            self._patience.ended(party)
             ROUND.set(visit.subject)
             try:
                 return then(party)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from farflung.networks.base import Party
 from farflung.networks.peers.members import Members
 
 JUMP = 4
@@ -15,23 +16,35 @@ MEMORY_SECONDS = 10.0
 
 WAITED_SHARE = 0.25
 """The part of the time between two rounds for which a peer waits for others."""
+OUT_OF_STEP = 2
+"""One that has met nobody at so many rounds waits for all of that time: all who hold the same rounds then come by."""
 FIRST_ROUND_SECONDS = 20.0
 """How long the first round is expected to take."""
 
 
 class Patience:
-    """How long a peer waits for others at a round: a share of the time since the last, and so many seconds at most."""
+    """How long a peer waits for others at a round: a share of the time since the last, and so many seconds at most.
+
+    Peers that wait for a share only, and are further apart than that, would stay so: each leaves before the next comes.
+    """
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
         self._met: dict[str, float] = {}
+        self._in_vain = 0
 
     def seconds(self, key: str) -> float:
         """How long to wait at a round that begins now, by the time since the last of its fragment."""
         fragment, now = key.rpartition(" of ")[2], time.monotonic()
         between = now - self._met.get(fragment, now - FIRST_ROUND_SECONDS)
         self._met[fragment] = now
-        return min(max(1.0, WAITED_SHARE * between), self._longest_s)
+        share = WAITED_SHARE if self._in_vain < OUT_OF_STEP else 1.0
+        return min(max(1.0, share * between), self._longest_s)
+
+    def ended(self, party: Party) -> None:
+        """Takes note of what a round came to: whether others were there when this peer was."""
+        met = party.group or party.behind or party.alone != "nobody"
+        self._in_vain = 0 if met else self._in_vain + 1
 
 
 class Pace:

@@ -1,0 +1,83 @@
+"""Peers that are out of step with each other come to meet again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from folder_seats import mean_of, met, seats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farflung.networks import Party
+from farflung.networks.peers.pace import Patience
+
+ALONE = Party((), {}, alone="nobody")
+EVERY_S = 10.0
+"""Seconds between the rounds of each."""
+
+
+class Clock:
+    """Time as a test tells it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@given(st.floats(0, EVERY_S))
+def test_one_that_is_ahead_by_less_than_a_round_soon_waits_for_the_other(apart_s: float) -> None:
+    """The one behind never waits, since the other has passed; nor does the one ahead, if that comes too late."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr("farflung.networks.peers.pace.time", clock)
+        ahead, waits = Patience(60.0), list[float]()
+        while not waits or waits[-1] < apart_s:
+            assert len(waits) < 4
+            waits.append(ahead.seconds(f"round {len(waits)} of 0"))
+            ahead.ended(ALONE)
+            clock.now += EVERY_S
+
+
+@pytest.mark.parametrize(
+    "party",
+    [Party((1, 2), {1: 1.0, 2: 1.0}), Party((), {}, behind=True), Party((), {}, alone="left over")],
+    ids=["a pair", "behind", "left over"],
+)
+def test_one_that_has_met_others_waits_for_a_share_of_the_time_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("farflung.networks.peers.pace.time", clock)
+    one, waits = Patience(60.0), list[float]()
+    for came_to in (ALONE, ALONE, ALONE, party, ALONE):
+        waits.append(one.seconds("round 1 of 0"))
+        one.ended(came_to)
+        clock.now += EVERY_S
+    assert waits == [5.0, 2.5, EVERY_S, EVERY_S, 2.5]
+    clock.now += 1000.0
+    assert one.seconds("round 1 of 0") == 60.0
+
+
+def test_in_a_folder_one_that_comes_alone_again_and_again_waits_longer(tmp_path: Path) -> None:
+    with seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path, 2) as run:
+        one, other = run.open
+        pair = tuple(sorted(network.rank for network in run.open))
+
+        def next_wait() -> int:
+            one._patience._met["0"] = time.monotonic() - 4.0
+            return round(one._patience.seconds("next of 0"))
+
+        other.peers.info["trains"] = False
+        other.peers.beat()
+        for number, waits in ((1, 1), (2, 4), (3, 4)):
+            run.look()
+            (party,) = met([one], f"round {number} of 0", lambda _, party: party, wanted=pair)
+            assert (party.group, party.alone, next_wait()) == ((), "nobody", waits)
+        other.peers.info["trains"] = True
+        other.peers.beat()
+        run.look()
+        assert [mean.tolist() for mean in mean_of(run.open, "round 4 of 0", 2)] == [[0.5] * 2] * 2
+        assert next_wait() == 1
