@@ -191,9 +191,8 @@ def memory(options: Options, store: Store) -> Iterator[Check]:
     with swarm(store, "memory", seats, **given) as peers:
         _end(peers, 2 * ENDS_S)
         losses = [event.loss for event in peers[0].events(StepEvent) if event.loss is not None]
-        peak = max(event.peak_memory or 0 for peer in peers for event in peer.events(StepEvent)) / 1e6
     what = f"one process with all of a model takes {whole:.0f} MB; {options.large_stages} peers that may hold a third"
-    told = f"loss {losses[0]:.2f} to {losses[-1]:.2f}, at most {peak:.0f} MB each"
+    told = f"loss {losses[0]:.2f} to {losses[-1]:.2f}, each held to {whole / 3:.0f} MB"
     yield check(what, told, "trains", losses[-1] < losses[0])
     alone = _alone(given, store.scratch / "limited", whole / 3)
     yield check("one process with the whole model, under the same limit", alone.said, "is refused", alone.failed)
