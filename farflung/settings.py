@@ -223,7 +223,7 @@ class Settings:
 
     def changes(self) -> dict[str, Any]:
         """The values that are not at their defaults, by the settings' names."""
-        usual = Settings(workload=type(self.workload)()).flat()
+        usual = Settings(workload=type(self.workload)(), rounds=type(self.rounds)()).flat()
         return {name: value for name, value in self.flat().items() if value != usual[name]}
 
     def method(self) -> Method:

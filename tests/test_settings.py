@@ -190,6 +190,7 @@ def test_a_method_of_another_package_may_take_settings_of_its_own(monkeypatch: p
     outer = settings.method().outer
     assert isinstance(outer, partial) and outer.keywords["gamma"] == 0.25
     assert settings.method().schedule.every == 7 and settings.flat()["pull"] == 0.25
+    assert settings.changes() == {"method": "tuned", "pull": 0.25, "every": 7}
     with pytest.raises(UserError, match="pull is 'much'; it must be of type float"):
         settings.changed(pull="much")
     with pytest.raises(UserError, match="there is no setting 'pull'"):
