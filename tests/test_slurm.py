@@ -39,6 +39,7 @@ class Job:
         (bin / "farflung").chmod(0o755)
         self._environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self.tasks: list[subprocess.Popen[bytes]] = []
+        self._read = Run(self.run)
 
     def start(self) -> None:
         command = [ROOT / "docs" / "how-to" / "slurm-replica.sh", self.run, *SETTINGS, "--deadline", str(patience(15))]
@@ -60,9 +61,8 @@ class Job:
         return 0
 
     def events(self, task: int, kind: type[E]) -> list[E]:
-        run = Run(self.run)
-        run.refresh()
-        return run.of(task, kind)
+        self._read.refresh()
+        return self._read.of(task, kind)
 
     def step(self, task: int) -> int:
         return max((event.step for event in self.events(task, StepEvent)), default=0)
