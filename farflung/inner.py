@@ -11,12 +11,12 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
+from farflung.adamw import SLOW, SlowAdamW, loss_of, mixed, step_each
+from farflung.adamw import PrimalAveraging as PrimalAveraging
 from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
 from farflung.hooks.wholes import Wholes
-from farflung.primal_averaging import PrimalAveraging as PrimalAveraging
-from farflung.slow_momentum import SLOW, SlowAdamW, mixed
 
 Scale = Literal["rms", "fans"]
 """What the size of Muon's steps follows from."""
@@ -63,16 +63,12 @@ class SignSGD(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
-        return loss
+        return step_each(self, closure, self._move)
+
+    def _move(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        own_of(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(gradient.sign(), alpha=-group["lr"])
 
 
 class Along(TypedDict, total=False):
@@ -146,7 +142,7 @@ class Muon(torch.optim.Optimizer):
 
         Raises UserError where matrices are divided, but not by their rows, and PeerLostError where a shard is lost.
         """
-        loss = _loss_of(closure)
+        loss = loss_of(closure)
         groups = list(_named_by_group(self.param_groups))
         everything = {name: parameter for _, named in groups for name, parameter in named.items()}
         if self.wholes is None and any(map(is_sharded, everything.values())):
@@ -168,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         for name, parameter in named.items():
             if parameter.grad is not None:
                 state = self.state[parameter]
-                if not state:
+                if "momentum_buffer" not in state:  # a round may have told it the mean step before
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 gradients[name] = own_of(parameter.grad)
                 means.append(own_of(state["momentum_buffer"]))
@@ -188,10 +184,12 @@ class Muon(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """The mix of a mean with the slow momentum, which goes on."""
         state = self.state[parameter]
-        slow = state.setdefault(SLOW, torch.zeros_like(parameter))
-        step = state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu")).add_(1)
-        own_of(slow).lerp_(gradient, 1 - group["slow_momentum"])
-        return mixed(ahead, group["momentum"], own_of(slow), group, int(step))
+        if SLOW not in state:
+            state[SLOW] = torch.zeros_like(parameter)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        state["step"] += 1
+        slow = own_of(state[SLOW]).lerp_(gradient, 1 - group["slow_momentum"])
+        return mixed(ahead, group["momentum"], slow, group, int(state["step"]))
 
     def _move(
         self, group: dict[str, Any], named: Mapping[str, nn.Parameter], updates: Mapping[str, torch.Tensor]
@@ -204,8 +202,8 @@ class Muon(torch.optim.Optimizer):
             sizes = [-group["lr"] * size(*shapes[name]) for name in moved]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             steps = torch._foreach_mul([updates[name] for name in moved], sizes)
-            for step, parameter in zip(steps, moved.values(), strict=True):
-                if group["align"] and (mean := self.state[parameter].get(MEAN_STEP)) is not None:
+            for step, parameter in zip(steps, moved.values(), strict=True) if group["align"] else ():
+                if (mean := self.state[parameter].get(MEAN_STEP)) is not None:
                     step.lerp_(-group["lr"] * own_of(mean), group["align"])
             torch._foreach_add_(weights, steps)
 
@@ -314,7 +312,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
-        loss = _loss_of(closure)
+        loss = loss_of(closure)
         for part in self._parts:
             part.step()
         return loss
@@ -322,11 +320,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def _is_matrix_of_layer(name: str, dimensions: int) -> bool:
     return dimensions == 2 and any(part.isdigit() for part in name.split("."))
-
-
-def _loss_of(closure: Callable[[], Any] | None) -> Any:
-    with torch.enable_grad():
-        return None if closure is None else closure()
 
 
 _OF_MUON = ("momentum", "nesterov", "scale", "align", *_OF_SLOW)

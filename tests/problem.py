@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from farflung.methods import Method
-from farflung.networks import Network
+from farflung.networks import Network, Simulation
 from farflung.outer import Round, Session
 
 
@@ -97,6 +99,40 @@ def replica(make: Callable[[], Method], steps: int, dtype: torch.dtype = torch.f
         return Result(flat(model), rounds, outer)
 
     return work
+
+
+def gone_on(
+    make: Callable[[], Method],
+    at: int,
+    steps: int,
+    replicas: int,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
+    """The weights and rounds of replicas that train without a stop, and of those that go on from a file's states."""
+
+    def work(network: Network, interrupted: bool) -> tuple[Tensor, int]:
+        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+            model = small_model()
+            optimizer = optimizer_of(model.parameters(), lr=1e-2)
+            return model, optimizer, make().attach(model, optimizer, network)
+
+        things, file = begun(), io.BytesIO()
+        with things[2]:
+            inner_steps(*things[:2], network.rank, range(at))
+            torch.save([thing.state_dict() for thing in things], file)
+            if not interrupted:
+                inner_steps(*things[:2], network.rank, range(at, steps))
+        if interrupted:
+            file.seek(0)
+            things = begun()
+            with things[2]:
+                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
+                    thing.load_state_dict(state)
+                inner_steps(*things[:2], network.rank, range(at, steps))
+        return flat(things[0]), things[2].rounds
+
+    whole, parts = (Simulation(replicas).run(partial(work, interrupted=stops)) for stops in (False, True))
+    return whole, parts
 
 
 @dataclass

@@ -59,6 +59,21 @@ def test_mean_steps_shrink_with_the_learning_rate() -> None:
     assert float(anchors[1] - anchors[0]) == pytest.approx(0.5 * float(anchors[0]))
 
 
+def test_a_matrix_may_get_its_first_gradient_after_a_round() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = Muon(model.named_parameters(), lr=0.1, align=0.5)
+    method = Settings.of(method="diloco", every=2, inner="muon", muon_align=0.5).method()
+    begin = model[1].weight.detach().clone()
+    with method.attach(model, optimizer, SimulatedNetwork.alone()):
+        for step in range(4):
+            model[0](torch.ones(1, 4)).sum().backward()
+            if step >= 2:
+                model[1](torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(model[1].weight, begin) is (step < 2)
+
+
 def test_it_is_only_asked_of_muon_where_rounds_are_held() -> None:
     assert Settings.of(method="diloco", muon_align=0.5).method().companions == (AlignedSteps(),)
     assert Settings.of(method="ddp", muon_align=0.5).method().companions == methods.ddp().companions

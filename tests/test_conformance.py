@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import random
 from collections import Counter
 from dataclasses import fields
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problem import Result, flat, inner_steps, replica, small_model
+from problem import Result, flat, gone_on, inner_steps, replica, small_model
 from registered import MERGES, METHODS, TOPOLOGIES, made
 from torch import Tensor, nn
 
@@ -141,28 +140,7 @@ def test_constant_progress_is_not_overdone_nor_held_up_for_long_by_the_methods_o
 def test_a_state_goes_round_through_a_file(name: str, at: int) -> None:
     """Between rounds, and amid delays."""
 
-    def work(network: SimulatedNetwork, interrupted: bool) -> tuple[Tensor, int]:
-        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-            model = small_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            return model, optimizer, made(name, every=EVERY).attach(model, optimizer, network)
-
-        things, file = begun(), io.BytesIO()
-        with things[2]:
-            inner_steps(*things[:2], network.rank, range(at))
-            torch.save([thing.state_dict() for thing in things], file)
-            if not interrupted:
-                inner_steps(*things[:2], network.rank, range(at, 20))
-        if interrupted:
-            file.seek(0)
-            things = begun()
-            with things[2]:
-                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
-                    thing.load_state_dict(state)
-                inner_steps(*things[:2], network.rank, range(at, 20))
-        return flat(things[0]), things[2].rounds
-
-    whole, parts = (Simulation(3).run(lambda network, i=i: work(network, i)) for i in (False, True))  # type: ignore[misc]
+    whole, parts = gone_on(lambda: made(name, every=EVERY), at, 20, 3)
     for (weights, rounds), (again, rounds_again) in zip(whole, parts, strict=True):
         assert torch.equal(weights, again) and rounds == rounds_again
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from problem import flat, inner_steps, replica, small_model
+from problem import gone_on, replica
 from processes import run_together
-from torch import Tensor, nn
+from torch import Tensor
 
 from farflung import methods
 from farflung.methods import Method
-from farflung.networks import Network, SimulatedNetwork, Simulation, TorchNetwork
+from farflung.networks import Network, Simulation, TorchNetwork
 from farflung.outer import MomentumSchedule
 
 STEPS, REPLICAS = 14, 3
@@ -53,29 +51,8 @@ def test_processes_come_to_the_weights_of_the_simulation(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("at", [5, 8])
 def test_a_part_goes_on_from_its_state_bit_for_bit(name: str, at: int) -> None:
-    def work(network: SimulatedNetwork, interrupted: bool) -> Tensor:
-        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-            model = small_model()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            return model, optimizer, PARTS[name]().attach(model, optimizer, network)
-
-        things, file = begun(), io.BytesIO()
-        with things[2]:
-            inner_steps(*things[:2], network.rank, range(at))
-            torch.save([thing.state_dict() for thing in things], file)
-            if not interrupted:
-                inner_steps(*things[:2], network.rank, range(at, STEPS))
-        if interrupted:
-            file.seek(0)
-            things = begun()
-            with things[2]:
-                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
-                    thing.load_state_dict(state)
-                inner_steps(*things[:2], network.rank, range(at, STEPS))
-        return flat(things[0])
-
-    whole, parts = (Simulation(2).run(lambda network, i=i: work(network, i)) for i in (False, True))  # type: ignore[misc]
-    assert all(map(torch.equal, whole, parts))
+    whole, parts = gone_on(PARTS[name], at, STEPS, 2)
+    assert all(torch.equal(one, again) for (one, _), (again, _) in zip(whole, parts, strict=True))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from problem import flat, inner_steps, small_model
+from problem import gone_on
 from torch import Tensor, nn
 
 from farflung import methods
+from farflung.adamw import PrimalAveraging
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import FastWeights, Method, Schedule
-from farflung.primal_averaging import PrimalAveraging
 
 STEPS, EVERY, REPLICAS = 20, 4, 3
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
@@ -87,29 +86,8 @@ def test_rounds_average_the_fast_weights_alone(steps: int) -> None:
 
 @pytest.mark.parametrize("at", [5, 8])
 def test_it_goes_on_from_its_state_bit_for_bit(at: int) -> None:
-    def work(network: SimulatedNetwork, interrupted: bool) -> Tensor:
-        def begun() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-            model = small_model()
-            optimizer = PrimalAveraging(model.parameters(), lr=1e-2)
-            return model, optimizer, methods.gpa(every=EVERY).attach(model, optimizer, network)
-
-        things, file = begun(), io.BytesIO()
-        with things[2]:
-            inner_steps(*things[:2], network.rank, range(at))
-            torch.save([thing.state_dict() for thing in things], file)
-            if not interrupted:
-                inner_steps(*things[:2], network.rank, range(at, STEPS))
-        if interrupted:
-            file.seek(0)
-            things = begun()
-            with things[2]:
-                for thing, state in zip(things, torch.load(file, weights_only=True), strict=True):
-                    thing.load_state_dict(state)
-                inner_steps(*things[:2], network.rank, range(at, STEPS))
-        return flat(things[0])
-
-    whole, parts = (Simulation(2).run(lambda network, i=i: work(network, i)) for i in (False, True))  # type: ignore[misc]
-    assert all(map(torch.equal, whole, parts))
+    whole, parts = gone_on(lambda: methods.gpa(every=EVERY), at, STEPS, 2, PrimalAveraging)
+    assert all(torch.equal(one, again) for (one, _), (again, _) in zip(whole, parts, strict=True))
 
 
 def test_a_delay_is_refused_and_another_inner_optimizer_warned_of() -> None:

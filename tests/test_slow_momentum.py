@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farflung.adamw import SlowAdamW
 from farflung.errors import UserError
 from farflung.inner import ADAMW, MUON, Muon
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import AveragedMoments
 from farflung.settings import Settings
-from farflung.slow_momentum import SlowAdamW
 
 STEPS = 30
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}

@@ -80,8 +80,17 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
         replace(cost, near_step_s=cost.near_step_s / passes, far_step_s=cost.far_step_s / passes)
         for cost in (first, *costs)
     )
-    fixed, accumulates = besides + working, passes > 1
-    return Profile(tuple(layers), first, last, out_s, in_s, fixed, False, model.in_flight, accumulates)
+    return Profile(
+        layers=tuple(layers),
+        before=first,
+        head=last,
+        out_bytes_s=out_s,
+        in_bytes_s=in_s,
+        fixed_bytes=besides + working,
+        beside=False,
+        in_flight=model.in_flight,
+        accumulates=passes > 1,
+    )
 
 
 def _through_files(cost: LayerCost, out_s: float, in_s: float) -> float:

@@ -7,28 +7,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from farflung import outer
-from farflung.methods.averaged import (
-    decoupled_diloco,
-    des_loc,
-    diloco,
-    dilocox,
-    eager_diloco,
-    gpa,
-    sparseloco,
-    sparta,
-    streaming_diloco,
-)
-from farflung.methods.gossip import factored_gossip, gasloc, noloco, nolocox
-from farflung.methods.gradients import ddp, demo, dynamic_threshold
-from farflung.methods.weights import ist, local, random_tma, resist, super_tma
+from farflung.methods import averaged, gossip, gradients, weights
 from farflung.registry import Registry
 
 if TYPE_CHECKING:
     from farflung.outer import Method
 
 _ALL = (
-    *(noloco, nolocox, gasloc, factored_gossip, diloco, dilocox, streaming_diloco, eager_diloco, sparseloco),
-    *(decoupled_diloco, sparta, des_loc, gpa, demo, dynamic_threshold, random_tma, super_tma, ist, resist, ddp, local),
+    *(gossip.noloco, gossip.nolocox, gossip.gasloc, gossip.factored_gossip),
+    *(averaged.diloco, averaged.dilocox, averaged.streaming_diloco, averaged.eager_diloco, averaged.sparseloco),
+    *(averaged.decoupled_diloco, averaged.sparta, averaged.des_loc, averaged.gpa),
+    *(gradients.demo, gradients.dynamic_threshold, weights.random_tma, weights.super_tma, weights.ist, weights.resist),
+    *(gradients.ddp, weights.local),
 )
 
 

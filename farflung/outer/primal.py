@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from farflung.adamw import AVERAGED, FAST, PrimalAveraging
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
 from farflung.outer.companions import Along
-from farflung.primal_averaging import FAST, SLOW, PrimalAveraging
 
 if TYPE_CHECKING:
     from farflung.outer.fragments import Weights
@@ -53,13 +53,13 @@ class Swapping(Along):
         """Takes new ones from there, and puts back what lies between them and their average."""
         for shown, state, between in self._kept(weights):
             own_of(state[FAST]).copy_(shown)
-            shown.copy_(torch.lerp(shown, own_of(state[SLOW]), between))
+            shown.copy_(torch.lerp(shown, own_of(state[AVERAGED]), between))
 
     def _kept(self, weights: Weights) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
         """What the model shows of each parameter, what is kept of it, and how near to the average it is shown."""
-        for optimizer in self._loop.trained.optimizers:
-            if isinstance(optimizer, PrimalAveraging):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if any(parameter is one for one in weights.fragment.parameters) and optimizer.state[parameter]:
-                            yield own_of(parameter.detach()), optimizer.state[parameter], group["between"]
+        here = set(weights.fragment.parameters)
+        averaging = (one for one in self._loop.trained.optimizers if isinstance(one, PrimalAveraging))
+        for optimizer, group in ((one, group) for one in averaging for group in one.param_groups):
+            for parameter in group["params"]:
+                if parameter in here and optimizer.state[parameter]:
+                    yield own_of(parameter.detach()), optimizer.state[parameter], group["between"]
