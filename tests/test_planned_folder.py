@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_here
 
+from farflung.networks.peers.ticket import read_ticket
+from farflung.planner.command import commands
 from farflung.planner.folder import Folder, passage
 from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
+from farflung.training.peer import ticket_settings
 
 MACHINES = """
 [[machines]]
@@ -72,3 +77,28 @@ def test_a_plan_through_a_folder_takes_longer_and_tells_what_the_store_costs(tmp
     assert far.exchange > 2 * near.exchange * 0.9
     assert near.store is None and far.store is not None
     assert far.store >= far.bytes_sent / 1e9  # at a price of 1 a gigabyte: a pair reads what it writes
+
+
+def test_what_is_planned_through_a_folder_can_be_begun_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = tmp_path / "machines.toml"
+    machines.write_text(MACHINES)
+    plans, failures, cluster = plan(
+        PlanOptions("micro", machines, 1e7, methods="noloco,ddp", folder=True, batch_tokens=4096, search_s=0)
+    )
+    assert {(one.choice.settings.rounds.method, one.choice.layout.replicas) for one in plans} == {("noloco", 4)}
+    several = "peers of several processes are not planned through a folder yet"
+    always = "this method needs all replicas at every step; on the internet use noloco or diloco"
+    assert {(failure.method, failure.layout.replicas): failure.reason for failure in failures} == {
+        ("noloco", 2): several,
+        ("ddp", 2): several,
+        ("ddp", 4): always,
+    }
+    invite, join = commands(plans[0].choice, cluster)
+    assert join == "farflung join NAME.ticket   # on each of 4 workers"
+    words = shlex.split(invite.replace("NAME", "ours").replace("URL", f"file://{tmp_path}/run"))
+    assert run_here(monkeypatch, tmp_path, *words[1:]) == 0, capsys.readouterr().err
+    begun, planned = ticket_settings(read_ticket(tmp_path / "ours.ticket")).flat(), plans[0].choice.settings.flat()
+    own = {"replicas", "network"}
+    assert {name for name, value in begun.items() if value != planned[name]} <= own

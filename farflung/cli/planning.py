@@ -33,7 +33,8 @@ def plan(arguments: list[str]) -> None:
     if fitted := [(number, plan.choice.fit) for number, plan in enumerate(listed, start=1) if plan.choice.fit]:
         print("\nwith a plan of the memory (docs: Memory):")
         print("\n".join(f"  {number} {fit.told}" for number, fit in fitted))
-    print("\nto start them (HOST0 is the address of the machine of node rank 0; add --data):")
+    told = "URL is the folder" if options.folder else "HOST0 is the address of the machine of node rank 0"
+    print(f"\nto start them ({told}; add --data):")
     for number, one in enumerate(listed, start=1):
         print("\n".join(f"  {number} {line}" for line in commands(one.choice, cluster)))
     if failures:

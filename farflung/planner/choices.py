@@ -58,6 +58,9 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
                 reason = f"too few sequences: {sequences} a step for {together} that train at the same time"
                 yield Infeasible(method, layout, reason)
                 continue
+            if cluster.through_folder and layout.stages * layout.shards > 1:
+                yield Infeasible(method, layout, "peers of several processes are not planned through a folder yet")
+                continue
             known = defaults_of(method)
             try:
                 settings = Settings.of(
@@ -79,7 +82,9 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
                     replicas=layout.replicas,
                     steps=math.ceil(options.tokens / (sequences // together * together * options.sequence_length)),
                 )
-                settings.method()
+                made = settings.method()
+                if cluster.through_folder and layout.replicas > 1:
+                    made.check_elastic()
             except UserError as error:
                 yield Infeasible(method, layout, str(error))
             else:

@@ -26,7 +26,9 @@ class Start:
 
 
 def commands(choice: Choice, cluster: Cluster) -> list[str]:
-    """What starts a run: one command for all machines, or one for each node rank of torchrun."""
+    """What starts a run: a command for all machines, or for each node rank of torchrun; or those of a ticket's peers."""
+    if cluster.through_folder and choice.layout.replicas > 1:
+        return _peers(choice.settings)
     train = f"farflung train {flags(choice.settings)}"
     starts = _starts(choice, cluster)
     if len(starts) == 1:
@@ -44,6 +46,17 @@ def commands(choice: Choice, cluster: Cluster) -> list[str]:
             devices, folder = f"CUDA_VISIBLE_DEVICES={numbers} ", f"{FOLDER}-{rank}"
         found.append(f"on {name}: {devices}{_torchrun(len(starts), str(rank), start)} -m {train} --out {folder}")
     return found
+
+
+def _peers(settings: Settings) -> list[str]:
+    """A run of peers that meet in a folder: memory is each one's own, and so many of them join."""
+    usual = Settings()
+    shared = settings.changed(replicas=usual.run.replicas, memory=usual.island.memory)
+    own = f" --memory {shlex.quote(memory)}" if (memory := settings.island.memory) else ""
+    return [
+        f"farflung invite --name NAME --at URL --ticket NAME.ticket {flags(shared)}",
+        f"farflung join NAME.ticket{own}   # on each of {settings.run.replicas} workers",
+    ]
 
 
 def _torchrun(nodes: int, rank: str, start: Start) -> str:
