@@ -492,6 +492,20 @@ def test_a_run_under_way_has_a_report_too(run: Path) -> None:
     assert f"{blocked:.1f} s ({100 * blocked / seconds:.1f}%)" in page
 
 
+def test_a_swarms_peer_under_way_tells_the_runs_stages_and_what_crosses_between_them(run: Path) -> None:
+    (run / "summary.json").unlink()
+    (run / "config.toml").write_text('method = "local"\nswarm = true\nstages = 4\n')
+    for replica in range(2):
+        told = [
+            line | ({"boundary_bytes": 1_250_000} if line["event"] == "step" else {}) for line in lines_of(run, replica)
+        ]
+        path_of(run, replica).write_text("".join(f"{json.dumps(line)}\n" for line in told))
+    write_report([run], run / "report.html")
+    page = (run / "report.html").read_text()
+    assert "<td>stages × shards of a replica</td><td>4 × 1</td>" in page
+    assert f"<td>from stage to stage</td><td>{nbytes(2_500_000)}</td>" in page
+
+
 def test_a_replica_that_has_written_nothing_and_a_run_of_no_time_have_a_report(run: Path) -> None:
     path_of(run, 1).write_text('{"event": "sta')
     summary_of(run, seconds=0.0, seconds_blocked=0.0)

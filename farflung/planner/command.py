@@ -26,7 +26,7 @@ class Start:
 
 
 def commands(choice: Choice, cluster: Cluster) -> list[str]:
-    """What starts a run: a command for all machines, or for each node rank of torchrun; or those of a ticket's peers."""
+    """What starts a run: one command, or one for each node rank of torchrun; or those of a ticket and its peers."""
     if cluster.through_folder and choice.layout.replicas > 1:
         return _peers(choice.settings)
     train = f"farflung train {flags(choice.settings)}"

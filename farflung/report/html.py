@@ -142,6 +142,8 @@ def _results(runs: list[Run]) -> str:
         ("consensus distance", _distance),
     ]
     results = [run.results() for run in runs]
+    if any(result.get("boundary_bytes") for result in results) and not any(run.parts for run in runs):
+        rows.append(("from stage to stage", lambda s: nbytes(s["boundary_bytes"])))
     rows += [row for key, row in _WHERE_TOLD.items() if any(key in result for result in results)]
     bits = [bits_per_byte(run, run.results().get(run.figure.key)) for run in runs]
     each = [(result, run.ended) for result, run in zip(results, runs, strict=True)]

@@ -198,13 +198,16 @@ class Run(Facts):
         results: dict[str, Any] = {}
         for start in self.all_of(StartEvent)[:1]:
             results |= {"method": start.method, "replicas": start.replicas, "parameters": start.parameters}
-            results |= {"stages": start.stages, "shards": start.shards}
+            swarm = self.settings.get("swarm")  # each of whose peers knows of its own stage alone
+            stages = self.settings.get("stages", start.stages) if swarm else start.stages
+            results |= {"stages": stages, "shards": start.shards}
         for step, steps in list(self.by_step(StepEvent).items())[-1:]:
             everyone = self.up_to(step, steps, self.died())
             results |= {
                 "steps": step,
                 "tokens": sum(event.tokens for event in everyone),
                 "bytes_sent": sum(event.bytes_sent for event in everyone),
+                "boundary_bytes": self.boundary_bytes,
                 "rounds": max(event.rounds for event in steps),
                 "seconds": max(event.at for event in steps),
                 "seconds_blocked": mean([event.seconds_blocked for event in steps]),
