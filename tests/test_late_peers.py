@@ -19,6 +19,7 @@ from farflung import methods
 from farflung.events import EndEvent, EvaluationEvent, StepEvent
 from farflung.networks import SharedState
 from farflung.networks.internet import read_ticket
+from farflung.networks.internet.states import fetching, snapshots
 from farflung.swarm import turns
 from farflung.swarm.leading import Leader
 from farflung.swarm.letters import Microbatch
@@ -136,6 +137,31 @@ def test_a_leader_that_leads_no_more_though_it_is_there_is_followed_by_another_h
 def test_a_ticket_to_who_is_there_is_kept_before_the_first_step(pair: Run, tmp_path: Path) -> None:
     with ticket_kept(pair.peers[0], tmp_path / "run.ticket"):
         assert read_ticket(tmp_path / "run.ticket").addresses == pair.peers[0].invitation().addresses
+
+
+@pytest.mark.slow
+def test_who_waits_for_microbatches_gives_its_state_to_one_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    """Else one that begins waits for a peer that waits, by way of other stages, for this one."""
+    for module in (fetching, snapshots):
+        monkeypatch.setattr(module, "FRESH_SECONDS", 3600.0)
+    swarm = SwarmHere(tmp_path, [0, 1], stepping="local", method="noloco", deadline=3600.0)
+    try:
+        head, gone = swarm.trainers
+        swarm.train()
+        until(lambda: head.step > 2)
+        gone.network.close()  # type: ignore[attr-defined]
+        seat = swarm.seat(head)
+        until(lambda: not seat.serving(1))
+        late = swarm.run.join(stage=0)
+        until(late.peers.members.training)
+        found = late.fetch(identical=False).wait(patience(15))
+        assert found is not None and found.facts["step"] == head.step
+    finally:
+        for one in swarm.trainers:
+            one.stop.request()
+        swarm.close()
 
 
 @pytest.mark.slow

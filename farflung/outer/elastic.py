@@ -313,11 +313,15 @@ class ElasticLoop(OuterLoop):
         self._fetch()
         return self._take_fetched(wait)
 
+    def give(self) -> None:
+        """See Session."""
+        if self._lead(self._elastic.wanted) and self._values:
+            self._elastic.give(self.state())
+
     def give_while(self, wanted: Callable[[], bool]) -> None:
         """See Session."""
         while self._lead(wanted()):
-            if self._lead(self._elastic.wanted) and self._values:
-                self._elastic.give(self.state())
+            self.give()
             time.sleep(GIVING_S)
 
     def _fetch(self) -> None:

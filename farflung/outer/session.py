@@ -181,6 +181,9 @@ class Session:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""
         return False
 
+    def give(self) -> None:
+        """Gives others the state between two steps, where they ask for it and this replica waits for something else."""
+
     def give_while(self, wanted: Callable[[], bool]) -> None:
         """Gives others the state after the last step while that is `wanted`, where replicas come and go."""
 

@@ -83,6 +83,10 @@ class Island(Protocol):
         """Is told once what takes the steps."""
         return
 
+    def gives_with(self, give: Callable[[], None]) -> None:
+        """Is told once what gives others this replica's state between two steps, where they ask for it."""
+        return
+
     @property
     def at(self) -> int | None:
         """The steps that the weights have taken, where others decide on them; None where this process counts."""

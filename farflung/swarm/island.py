@@ -109,6 +109,7 @@ class SwarmIsland:
         self._loss = math.nan
         self._judged: Score | None = None
         self._ledger: Ledger = ([], [])
+        self._gives = self._give
         self._told: list[int] = []
         """The stages without anybody of which the user knows."""
 
@@ -123,8 +124,7 @@ class SwarmIsland:
             self._network.peers.background.run(self._serve(), self._deadline_s)
         self._move_if_better()
         enough = self._waited()
-        if self._pace.at is not None and self._network.wanted:
-            self._give()  # what rounds would give is old where there are none
+        self._give_if_asked()
         self._seat.weights.acquire()
         self._stepping = True
         self._network.tell_others(**self._seat.facts())
@@ -163,6 +163,10 @@ class SwarmIsland:
     def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
         """See Island."""
         self._seat.optimizer = optimizer
+
+    def gives_with(self, give: Callable[[], None]) -> None:
+        """See Island."""
+        self._gives = self._give if self._pace.at is not None else give  # what rounds would give is old without them
 
     @property
     def at(self) -> int | None:
@@ -246,6 +250,7 @@ class SwarmIsland:
         while not (enough := self._pace.enough(over := self._over())) and not over and not self._stopping():
             self._seat.learnt.clear()
             self._seat.learnt.wait(LOOK_SECONDS)
+            self._give_if_asked()
             now = time.monotonic()
             if now > looked + UNMANNED_SECONDS:  # it stood still, and has missed what others said
                 began, manned = now, now + AWAKE_SECONDS
@@ -299,6 +304,11 @@ class SwarmIsland:
                 "come back when some do"
             )
 
+    def _give_if_asked(self) -> None:
+        """So that those who begin do not wait for one that waits for them."""
+        if self._network.wanted:
+            self._gives()
+
     def _give(self) -> None:
         """Lets others have the weights as they are now."""
         step = int(self._network.peers.info["step"])
@@ -309,8 +319,7 @@ class SwarmIsland:
         """Waits for others to come so far, and gives its weights meanwhile; not for long where nothing comes."""
         done = -1
         while any(_ended(one) < end for one in others()) and not self._stopping():
-            if self._network.wanted:
-                self._give()
+            self._give_if_asked()
             if self._seat.passes != done:
                 done, ends = self._seat.passes, time.monotonic() + self._deadline_s
             if time.monotonic() > ends:

@@ -193,6 +193,7 @@ class Trainer:
             holders=holders_of(self.settings),
             on_round=self._after_round,
         )
+        self.island.gives_with(session.give)
         with contextlib.closing(self.island), session:
             if self._saved:
                 self._restore(self._saved, session)
@@ -363,10 +364,9 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.dealt:
             self.dealt.load_state_dict(state["dealt"])
-        rounds = state["outer"]
-        if not session.has_cells(rounds):
-            rounds = whole_rounds(self.folder, self.step, self.island.coordinates.replica)
-        session.load_state_dict(rounds)
+        if not session.has_cells(state["outer"]):
+            state["outer"] = whole_rounds(self.folder, self.step, self.island.coordinates.replica)
+        session.load_state_dict(state["outer"])
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
