@@ -8,9 +8,12 @@ from farflung.renamed import renamed
 if TYPE_CHECKING:
     from farflung.hooks.start import DisagreementError
     from farflung.outer.adaptation import Adapt
-    from farflung.outer.alignment import AlignedSteps
     from farflung.outer.averaging import Way
-    from farflung.outer.companions import Along, Companion
+    from farflung.outer.companions.alignment import AlignedSteps
+    from farflung.outer.companions.base import Along, Companion
+    from farflung.outer.companions.mixing import MixedAnchors
+    from farflung.outer.companions.moments import AveragedMoments
+    from farflung.outer.companions.primal import FastWeights
     from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
     from farflung.outer.elastic import ElasticLoop
     from farflung.outer.faults import DivergedError
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
     from farflung.outer.loop import OuterLoop
     from farflung.outer.merges import Drop, Eager, Keep, KeepSent, KeepTurned, Merge, Mix, merge_named
     from farflung.outer.method import Method
-    from farflung.outer.mixing import MixedAnchors
-    from farflung.outer.moments import AveragedMoments
     from farflung.outer.momentum import MomentumSchedule
     from farflung.outer.optimizers import (
         Average,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     )
     from farflung.outer.options import Options
     from farflung.outer.outcomes import Outcome, Round
-    from farflung.outer.primal import FastWeights
     from farflung.outer.schedules import Schedule
     from farflung.outer.session import Session
     from farflung.outer.topologies import Everyone, RandomGroups, Topology, group_of

@@ -21,7 +21,7 @@ from farflung.networks import Network
 from farflung.outer.adaptation import Adapt
 from farflung.outer.aggregation import ROBUST
 from farflung.outer.averaging import Way
-from farflung.outer.companions import Companion
+from farflung.outer.companions.base import Companion
 from farflung.outer.dealing import Dealing
 from farflung.outer.elastic import ElasticLoop
 from farflung.outer.fusing import Fuse

@@ -12,7 +12,7 @@ from torch import Tensor
 from farflung.adamw import AVERAGED, FAST, PrimalAveraging
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
-from farflung.outer.companions import Along
+from farflung.outer.companions.base import Along
 
 if TYPE_CHECKING:
     from farflung.outer.fragments import Weights

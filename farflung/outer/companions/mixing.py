@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.codecs import Dense
 from farflung.networks import Group, PeerLostError
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.companions import Along
+from farflung.outer.companions.base import Along
 from farflung.outer.exchange import Exchange, not_compared, start_columns, started
 from farflung.outer.optimizers import state_by_anchor
 from farflung.outer.topologies import Everyone, Topology, group_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from farflung.errors import UserError
 from farflung.hooks.buffers import average
 from farflung.networks import PeerLostError
-from farflung.outer.companions import Along
+from farflung.outer.companions.base import Along
 from farflung.outer.outcomes import Outcome
 
 if TYPE_CHECKING:

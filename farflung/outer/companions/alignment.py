@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farflung.hooks.shards import own_of
 from farflung.inner import MEAN_STEP
-from farflung.outer.companions import Along
+from farflung.outer.companions.base import Along
 from farflung.outer.optimizers import state_by_anchor
 
 if TYPE_CHECKING:

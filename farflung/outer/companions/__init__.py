@@ -1,0 +1,1 @@
+"""What goes along with a method's rounds; `base.py` says what a loop asks of it."""
