@@ -61,7 +61,7 @@ class Fetching:
         self._peers = peers
         self._stall_s = stall_s
         self._kept = Kept(folder)
-        self._told = time.monotonic()
+        self._told = 0.0
         self._refused: set[str] = set()
 
     async def fetch(self, identical: bool) -> SharedState:
@@ -70,6 +70,7 @@ class Fetching:
         Where peers are `identical`, only from those with the same bits; else pieces may come from different peers.
         """
         download, failures, silent = None, Counter[str](), set[str]()
+        self._told = time.monotonic()
         while True:
             believed = await self._believed(identical, silent)
             believed.sources.sort(key=lambda source: failures[source[0].peer])
@@ -242,7 +243,7 @@ class Fetching:
         if time.monotonic() - self._told > 5:
             self._told = time.monotonic()
             size = download.manifest.size / 1e6
-            self._peers.tell(f"fetching the run's state: {download.share:.0f} % of {size:.0f} MB")
+            self._peers.tell(f"fetching the run's state: {download.share:.0f} % of {size:.3g} MB")
 
 
 @reading("a state's sketches")
