@@ -319,7 +319,8 @@ class SwarmIsland:
         """Waits for others to come so far, and gives its weights meanwhile; not for long where nothing comes."""
         done = -1
         while any(_ended(one) < end for one in others()) and not self._stopping():
-            self._give_if_asked()
+            if self._network.wanted:
+                self._give()
             if self._seat.passes != done:
                 done, ends = self._seat.passes, time.monotonic() + self._deadline_s
             if time.monotonic() > ends:
