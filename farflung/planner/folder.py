@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflung.networks.peers.circles import SMALL, circles
+from farflung.networks.peers.circles import IN_TURN, SMALL, circles, passes
 
 WRITES, LISTINGS = 2, 4
 """What a replica writes in each round besides bundles, a note and a packet; and how often it looks who has come."""
-IN_TURN = 4
-"""Requests of an exchange that wait for each other: a packet, a listing, another's packet, and half a pause."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,17 @@ class Passage:
 
 def passage(members: int, parts: Sequence[float], size: float) -> Passage:
     """What a member does, of a message of `size` bytes; `parts` are the shares of it that go to each other, by hop."""
-    at_once = members == 2 or (len(parts) > 1 and size <= SMALL)  # each averages all, with half the requests
-    shares = [size] if at_once else [part * size for part in parts]
-    first = shares[0] * (1 if len(shares) == 1 else members - 1)  # one packet for all, or one for each
-    bundled = circles(tuple(range(members))) if len(shares) == 1 and size <= SMALL else []
+    packets = passes(members, parts, size)
+    others = members - 1
+    bundled = circles(tuple(range(members))) if len(packets) == 1 and size <= SMALL else []
     if bundled:
         reads, writes = len(bundled) + 1.0, len(bundled) / members  # a bundle of each, and a packet by its bearer
     else:
-        reads, writes = float((members - 1) * len(shares)), len(shares) - 1.0
+        reads, writes = float(others * len(packets)), len(packets) - 1.0
     return Passage(
-        writes=WRITES + LISTINGS * len(shares) + writes,
+        writes=WRITES + LISTINGS * len(packets) + writes,
         reads=reads,
-        up=first + sum(shares[1:]),
-        down=(members - 1) * sum(shares),
-        hops=len(shares),
+        up=sum(nbytes * others / readers for nbytes, readers in packets),
+        down=others * sum(nbytes for nbytes, _ in packets),
+        hops=len(packets),
     )

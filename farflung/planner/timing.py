@@ -15,6 +15,7 @@ from functools import cache, partial
 from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
+from farflung.networks.peers.circles import passes
 from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.step_times import StepTimes
@@ -264,9 +265,13 @@ class Timer:
     def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
             nbytes = self.message_bytes(len(group)) * share
-            for part in self._traffic_per_hop(len(group)):
-                demand = Demand.even(group, part * nbytes)
-                self._result.bytes_sent += sum(demand.sent)
+            parts = self._traffic_per_hop(len(group))
+            packets = [(part * nbytes, 1) for part in parts]
+            if self.conditions.store_ms is not None:
+                packets = passes(len(group), parts, nbytes)
+            for packet in packets:
+                demand = Demand.even(group, *packet)
+                self._result.bytes_sent += sum(demand.sent) / demand.readers
                 yield demand
 
         return hops

@@ -19,7 +19,7 @@ from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import OVERHEAD, Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
-from farflung.networks.peers.circles import SMALL
+from farflung.networks.peers.circles import averages_all
 from farflung.networks.peers.frames import plain
 from farflung.networks.reduction import Reduction, bytes_of
 from farflung.networks.transfer import RealNetwork, Transfer
@@ -90,10 +90,7 @@ class PacketExchanges(RealNetwork):
         return self.begin(group, lambda transfer: self._combined(packets, combine, transfer, key))
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
-        """See Network. Each of several members averages one part; of two, or of little, each averages all.
-
-        That is half as many requests: parts go up and down, and so do their means.
-        """
+        """See Network. Each of several members averages one part; of two, or of little, each averages all."""
         if group == (self.rank,):
             return Finished(tensor, self.now())
 
@@ -107,7 +104,7 @@ class PacketExchanges(RealNetwork):
             flat.copy_(mean_in_order(values))
             return tensor
 
-        at_once = len(group) == 2 or tensor.nbytes <= SMALL
+        at_once = averages_all(len(group), tensor.nbytes)
         return self.begin(group, whole if at_once else lambda transfer: self._parts(tensor, transfer, key))
 
     def _parts(self, tensor: Tensor, transfer: Transfer[Tensor], key: str) -> Tensor:

@@ -138,7 +138,7 @@ class SimulatedCluster:
             if not forming:
                 del self._forming[place]
             self._under_way[collective] = None
-            collective.under_way = hops(collective.brought)
+            collective.under_way = self.fabric.ways(hops(collective.brought))
             self._next_hop(collective)
         elif self._gone:
             gone = [one for one in collective.missing() if one in self._gone]

@@ -99,6 +99,8 @@ class Conditions:
         slow_share, slow_factor: this share of steps takes so many times as long.
         loss: the share of TCP segments that is lost and sent again.
         headers: what protocols add to each byte.
+        store_ms: replicas meet in a folder, whose store answers a request in so many milliseconds: packets go up to it
+            once, and then down to each who reads them. Unset: they go straight to each other.
         sites, links: places and what joins them; without sites all replicas are in one place.
         cuts, deaths: what goes wrong.
         seed: of everything random.
@@ -120,6 +122,7 @@ class Conditions:
     slow_factor: float = 1.0
     loss: float = 0.0
     headers: float = 0.0
+    store_ms: float | None = None
     sites: tuple[Site, ...] = ()
     links: tuple[Link, ...] = ()
     cuts: tuple[Cut, ...] = ()
@@ -130,8 +133,13 @@ class Conditions:
         for name in ("bandwidth_mbps", "slow_factor", "up_mbps"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), SMALLEST)
-        for name in ("latency_ms", "step_ms", "headers"):
-            check_number(name, getattr(self, name))
+        for name in ("latency_ms", "step_ms", "headers", "store_ms"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+        if self.store_ms is not None and self.links:
+            raise UserError(
+                "store_ms is of a store that replicas reach by links of their own; leave out sites and links"
+            )
         for name in ("bandwidth_sigma", "latency_sigma", "speed_sigma", "step_sigma"):
             check_number(name, getattr(self, name), most=WIDEST)
         for name in ("loss", "slow_share"):
@@ -187,6 +195,13 @@ class Conditions:
                     seconds *= largest_factor(chance, messages, self.latency_sigma)
                 longest = max(longest, seconds)
         return longest
+
+    def request_seconds(self, members: int, key: str) -> float:
+        """How long the last of so many members' requests to the store takes, apart from its bytes."""
+        seconds = (self.store_ms or 0.0) / 1000
+        if not self.latency_sigma:
+            return seconds
+        return seconds * largest_factor(uniform(self.seed, "request", key), members, self.latency_sigma)
 
     def resendings(self, nbytes: float, key: str) -> int:
         """How many times over the segments that are still missing have to be sent again, one round trip each.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations_with_replacement, permutations
 from typing import NamedTuple
 
 from farflung.networks.base import Group
+from farflung.networks.peers.circles import IN_TURN
 from farflung.networks.simulator.clock import Clock
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.flows import Flow, Links
@@ -20,19 +21,26 @@ class Demand(NamedTuple):
     """What the members of a group send each other at once.
 
     `sent` and `received` are the bytes out of and into each member, in the group's order; `largest` is the most that
-    goes over any one connection between two of them.
+    goes over any one connection between two of them; so many `readers` have the same packet, which a store takes once.
     """
 
     group: Group
     sent: Sequence[float]
     received: Sequence[float]
     largest: float
+    readers: int = 1
 
     @classmethod
-    def even(cls, group: Group, nbytes: float) -> Demand:
+    def even(cls, group: Group, nbytes: float, readers: int = 1) -> Demand:
         """Each member sends each of the others so many bytes."""
         total = [(len(group) - 1) * nbytes] * len(group)
-        return cls(group, total, total, nbytes)
+        return cls(group, total, total, nbytes, readers)
+
+    def through_store(self) -> Iterator[Demand]:
+        """The same where all goes up to a store first, and then down to its readers."""
+        none = [0.0] * len(self.group)
+        yield Demand(self.group, [sent / self.readers for sent in self.sent], none, self.largest)
+        yield Demand(self.group, none, self.received, self.largest)
 
 
 class Fabric:
@@ -53,6 +61,11 @@ class Fabric:
                 capacities.append(min(link.bandwidth_mbps * 125e3, UNLIMITED))
         self.links = Links(clock, capacities)
 
+    def ways(self, demands: Iterator[Demand]) -> Iterator[Demand]:
+        """What is sent at once, hop after hop: straight to each other, or through a store."""
+        for demand in demands:
+            yield from [demand] if self.conditions.store_ms is None else demand.through_store()
+
     def send(self, demand: Demand, key: str, arrived: Callable[[], None]) -> Flow:
         """Sends everything off now; `arrived` is called when all of it is there."""
         places = self._places(demand.group)
@@ -68,6 +81,9 @@ class Fabric:
         return self.links.carried[2 * rank]
 
     def _latency(self, demand: Demand, places: dict[int, int], key: str) -> float:
+        if self.conditions.store_ms is not None:
+            again = self.conditions.resendings(sum(demand.sent) + sum(demand.received), key)
+            return (IN_TURN / 2 + again) * self.conditions.request_seconds(len(demand.group), key)
         latency = self.conditions.latency_seconds(places, key)
         if not self.conditions.loss:
             return latency

@@ -29,6 +29,7 @@ from farflung.networks.base import (
     Traffic,
     mean_in_order,
 )
+from farflung.networks.peers.circles import passes
 from farflung.networks.simulator.cluster import Hops, SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
@@ -228,12 +229,10 @@ class SimulatedNetwork:
         """See Network."""
         if group == (self.rank,):
             return Finished({self.rank: packet}, self.now())
-        others = len(group) - 1
-        self.traffic.sent(others * packet.nbytes)
+        self.traffic.sent(self._copies(group) * packet.nbytes)
 
         def hops(packets: Packets) -> Iterator[Demand]:
-            sizes = [packets[rank].nbytes for rank in group]
-            yield Demand(group, [others * size for size in sizes], [sum(sizes) - size for size in sizes], max(sizes))
+            yield _the_same(group, [packets[rank].nbytes for rank in group])
 
         def collect(collective: SimulatedCollective) -> Packets:
             packets = dict(sorted(collective.brought.items()))
@@ -268,13 +267,12 @@ class SimulatedNetwork:
             for rank in group:
                 theirs = {other: brought[other].packets[rank] for other in group if other != rank}
                 brought[rank].combined = brought[rank].combine(theirs)
-            ends = [brought[rank].combined.nbytes for rank in group]
-            yield Demand(group, [(len(group) - 1) * n for n in ends], [sum(ends) - n for n in ends], max(ends))
+            yield _the_same(group, [brought[rank].combined.nbytes for rank in group])
 
         def collect(collective: SimulatedCollective) -> Packets:
             brought: dict[int, _Parcels] = collective.brought
             combined = {rank: brought[rank].combined for rank in group}
-            self.traffic.sent((len(group) - 1) * combined[self.rank].nbytes)
+            self.traffic.sent(self._copies(group) * combined[self.rank].nbytes)
             for rank in group:
                 if rank != self.rank:
                     self.traffic.received(brought[rank].packets[self.rank].nbytes)
@@ -284,22 +282,23 @@ class SimulatedNetwork:
         return self._join(group, key, brings, hops, collect)
 
     def all_reduce(self, tensor: Tensor, group: Group, key: str) -> Pending[Tensor]:
-        """See Network. Each member averages one part of the tensor and sends it to all."""
+        """See Network. Each member averages one part of the tensor and sends it to all; or in a folder, as there."""
         if group == (self.rank,):
             return Finished(tensor, self.now())
-        nbytes = round(2 * (len(group) - 1) / len(group) * tensor.nbytes)
-        self.traffic.sent(nbytes)
+        parts = (1 / len(group),) * 2
+        packets = [(part * tensor.nbytes, 1) for part in parts]
+        if self.simulation.conditions.store_ms is not None:
+            packets = passes(len(group), parts, tensor.nbytes)
+        self.traffic.sent(round(sum((len(group) - 1) * nbytes / readers for nbytes, readers in packets)))
 
         def hops(tensors: Packets) -> Iterator[Demand]:
-            part = tensor.nbytes / len(group)
-            yield Demand.even(group, part)
-            yield Demand.even(group, part)
+            yield from (Demand.even(group, *packet) for packet in packets)
             mean = mean_in_order([tensors[rank] for rank in group])
             for rank in group:
                 tensors[rank].copy_(mean)
 
         def collect(collective: SimulatedCollective) -> Tensor:
-            self.traffic.received(nbytes)
+            self.traffic.received(round(sum((len(group) - 1) * nbytes for nbytes, _ in packets)))
             return tensor
 
         return self._join(group, key, tensor, hops, collect)
@@ -340,6 +339,10 @@ class SimulatedNetwork:
             self.simulation.block(self)
         raise ReplicaDiedError
 
+    def _copies(self, group: Group) -> int:
+        """How often one sends what is the same for all others."""
+        return len(group) - 1 if self.simulation.conditions.store_ms is None else 1
+
     def _sleep_until(self, moment: float) -> None:
         self._cluster.clock.at(moment, partial(self.simulation.make_ready, self))
         self.simulation.block(self)
@@ -358,6 +361,12 @@ class _Parcels:
     packets: Packets
     combine: Combine
     combined: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+
+def _the_same(group: Group, sizes: Sequence[int]) -> Demand:
+    """What travels where each member has one packet for all others."""
+    others = len(group) - 1
+    return Demand(group, [others * n for n in sizes], [sum(sizes) - n for n in sizes], max(sizes), others)
 
 
 def _each_its_own(group: Group, brought: Mapping[int, Packets]) -> Demand:
