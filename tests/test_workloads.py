@@ -339,3 +339,83 @@ def test_a_run_is_no_data(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(UserError, match="this is a run of farflung, and holds no text"):
         next(documents(str(tmp_path), "text"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.jsonl"])
+def test_zstandard_needs_no_further_package(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    packed = [pa.compress(part, "zstd", asbytes=True) for part in (lines[:16], lines[16:])]
+    (tmp_path / f"{name}.zst").write_bytes(b"".join(packed))  # of several frames, as zstd -T0 and cat write
+    texts = list(documents(str(tmp_path / f"{name}.zst"), "text"))
+    assert texts == ([lines.decode()] if name == "a.txt" else ["one", "two"])
+    (tmp_path / f"{name}.zst").write_bytes(packed[0] + packed[1][:-4])
+    with pytest.raises(UserError, match="cannot be read"):
+        list(documents(str(tmp_path / f"{name}.zst"), "text"))
+
+
+def test_bytes_that_are_no_utf8_are_told_once_for_all_files(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_bytes("für über\n".encode("latin-1"))
+    (tmp_path / "3.txt").write_text("für")
+    with pytest.warns(UserWarning) as told:
+        texts = list(documents(str(tmp_path), "text"))
+    assert texts == 3 * ["f\ufffdr \ufffdber\n"] + ["für"]
+    assert len(told) == 1
+    for words in (str(tmp_path / "0.txt"), "and 2 other files: 6 bytes", "iconv"):
+        assert words in str(told[0].message)
+
+
+def test_rows_without_text_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "rows.ndjson"
+    path.write_text('{"text": "one", "id": 1}\n{"id": 2}\n{"text": null}\n{"text": "two"}\n')
+    with pytest.warns(UserWarning, match=r"rows.ndjson: 2 rows without text in the column 'text'"):
+        assert list(documents(str(path), "text")) == ["one", "two"]
+    few = documents(str(path), "text")
+    assert [next(few), next(few)] == ["one", "two"]
+    with pytest.warns(UserWarning, match="2 rows without text"):
+        few.close()  # as where a limit of tokens is reached
+
+
+def test_a_file_is_found_by_its_name_before_what_its_name_means_as_a_glob(tmp_path: Path) -> None:
+    for name in ("a*.txt", "ab.txt", "[c].txt"):
+        (tmp_path / name).write_text(name)
+    for name in ("a*.txt", "[c].txt"):
+        assert list(documents(str(tmp_path / name), "text")) == [name]
+    assert len(list(documents(str(tmp_path / "a?*.txt"), "text"))) == 2
+
+
+def test_the_kind_of_a_file_does_not_depend_on_the_case_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ROWS.JSONL").write_text('{"text": "one"}\n')
+    assert list(documents(str(tmp_path), "text")) == ["one"]
+
+
+@pytest.mark.parametrize("data", ["", " "])
+def test_data_without_a_name_is_not_all_that_lies_here(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="data is empty"):
+        next(documents(data, "text"))
+
+
+def test_links_that_lead_round_are_told(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("a")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    (tmp_path / "in" / "link").symlink_to("../elsewhere")
+    assert list(documents(str(tmp_path / "in" / "**" / "*.txt"), "text")) == ["a", "b"]
+    for name in ("one", "two"):  # with two, there are 2**40 ways
+        (tmp_path / "in" / "deep" / name).symlink_to("..")
+    with pytest.raises(UserError, match="goes round, by a link"):
+        next(documents(str(tmp_path / "in" / "**" / "*.txt"), "text"))
+    assert list(documents(str(tmp_path / "in"), "text")) == ["a"]
+
+
+def test_a_text_of_four_bytes_a_letter_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("four", encoding="utf-32")
+    with pytest.raises(UserError, match="the text is UTF-32; make UTF-8 of it: iconv -f UTF-32"):
+        next(documents(str(tmp_path / "a.txt"), "text"))

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from farflung.errors import LostDataError, UserError
 from farflung.files import beside
 from farflung.scoped import quiet
+from farflung.workloads.packed import PACKED, know_zstandard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +32,6 @@ DEADLINE_S = 300.0
 """How long a source is asked again, where no setting says so."""
 PIECE = 1 << 22
 """Bytes of text after which a piece of a file ends, with the line."""
-PACKED = {".gz", ".bz2", ".xz", ".zst"}
-"""How names of files end that are to be unpacked."""
 TOLD_OF_FILES = (
     *("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "blob_id"),
     *("Last-Modified", "Content-MD5", "Digest"),
@@ -190,6 +189,7 @@ def _at(address: str) -> Iterator[str]:
 def _system(address: str) -> AbstractFileSystem:
     import fsspec
 
+    know_zstandard()
     protocol = address.partition("://")[0]
     return fsspec.filesystem(protocol, **_patient() if protocol in ("http", "https") else {})
 

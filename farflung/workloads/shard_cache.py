@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from farflung import formats
 from farflung.errors import LostDataError, UserError, disk_errors
 from farflung.workloads import far, store, text
+from farflung.workloads.lost import Lost
 from farflung.workloads.tokenizers import Tokenizer
 
 LONGEST_S = 3600.0
@@ -50,7 +51,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, room: int, tokenizer: Tokenizer, column: str, deadline_s: float) -> None:
         self._folder, self._room, self._deadline = folder, room, deadline_s
-        self._tokenizer, self._column = tokenizer, column
+        self._tokenizer, self._column, self._lost = tokenizer, column, Lost(column)
         self.known: Known = {}
         self.most_open = 1
         """Files that stay mapped, and so on the disk, though room is made: those that were asked for last."""
@@ -134,9 +135,8 @@ class ShardCache:
         raw = far.fetch(address, folder, self._deadline)
         self._make_room(raw.stat().st_size, folder)
         try:
-            return store.write(
-                folder, text.documents_of(raw, address, self._column), self._tokenizer, None, lambda *_: None
-            )
+            documents = text.documents_of(raw, address, self._column, self._lost)
+            return store.write(folder, documents, self._tokenizer, None, lambda *_: None)
         finally:
             raw.unlink()
 

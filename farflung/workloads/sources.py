@@ -25,7 +25,7 @@ from farflung.workloads.prepared import is_prepared, store_of
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.shard_cache import ShardCache
 from farflung.workloads.shards import Shards
-from farflung.workloads.text import documents, files, is_small, no_text
+from farflung.workloads.text import files, has_text, is_small, no_text
 from farflung.workloads.tokenizers import Tokenizer
 
 IN_SOURCE = 56
@@ -270,5 +270,5 @@ def _check(source: Source, tokenizer: Tokenizer, load_text: Callable[[LanguageSe
         far.files(settings.data)
     elif is_prepared(settings) or is_small(settings.data):
         load_text(settings, tokenizer)  # too little of it is told before anything is begun
-    elif not any(documents(settings.data, settings.text_column)):
+    elif not has_text(settings.data, settings.text_column):
         raise no_text(settings.data)

@@ -10,6 +10,7 @@ import os
 import shlex
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -19,8 +20,19 @@ from farflung.errors import UserError
 from farflung.files import written_by_farflung
 from farflung.scoped import quiet
 from farflung.workloads import far
+from farflung.workloads.lost import Lost
+from farflung.workloads.packed import PACKED, opened
 
-_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+_LINES = {".jsonl", ".ndjson"}
+"""Of these, files that can be read in pieces."""
+
+_WIDE = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),  # whose first mark is the beginning of one above
+}
+"""Encodings by the marks that a text in them begins with."""
 
 LOOKED_AT = 1 << 13
 """The bytes of a file that show whether it is text, in which no byte is zero."""
@@ -44,28 +56,45 @@ def documents(data: str, column: str) -> Iterator[str]:
     Raises:
         UserError: there is nothing there, or it cannot be read.
     """
-    yield from _texts(records(data), column)
+    yield from _texts(records(data), column, Lost(column))
 
 
-def documents_of(path: Path, where: str, column: str) -> Iterator[str]:
+def documents_of(path: Path, where: str, column: str, lost: Lost) -> Iterator[str]:
     """The documents of one file, which messages call `where`. Raises UserError."""
-    yield from _texts(_records_of(path, where), column)
+    yield from _texts(_records_of(path, where), column, lost)
 
 
-def _texts(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str) -> Iterator[str]:
+def has_text(data: str, column: str) -> bool:
+    """Whether there is a document with text; what else there is, is told by whoever reads it. Raises UserError."""
+    with warnings.catch_warnings(action="ignore"):
+        return any(documents(data, column))
+
+
+def _texts(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str, lost: Lost) -> Iterator[str]:
+    try:
+        yield from _each_text(found, column, lost)
+    finally:  # also where no more are asked for
+        lost.tell()
+
+
+def _each_text(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str, lost: Lost) -> Iterator[str]:
     for where, record in found:
         if isinstance(record, str):
-            yield record
+            yield lost.legible(record, where)
         elif column not in record:
             named = ", ".join([*list(record)[:COLUMNS_NAMED], *(["…"] if len(record) > COLUMNS_NAMED else [])])
             or_else = "copy it here first if it holds chats" if far.is_far(where) else "give a narrower path or glob"
             raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}, or {or_else}")
         elif isinstance(record[column], str):
             yield record[column]
+        else:
+            lost.row(where)
 
 
 def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     """Where each document of `--data` lies, and the document itself: a text, or a row by its columns.
+
+    Bytes of a text that are no UTF-8 are decoded by `surrogateescape`.
 
     Raises UserError: there is nothing there, or it cannot be read.
     """
@@ -85,7 +114,7 @@ def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
 def _parts(address: str, folder: Path) -> Iterator[Path]:
     """A file on another machine, as it is asked for: in pieces where it consists of lines, and else whole."""
     name = _unpacked_name(PurePosixPath(urlsplit(address).path))
-    if name.suffix == ".jsonl" or name.suffix not in _LOADERS:
+    if name.suffix.lower() in _LINES or name.suffix.lower() not in _LOADERS:
         yield from far.pieces(address, folder, far.DEADLINE_S)
     else:
         yield far.fetch(address, folder, far.DEADLINE_S)
@@ -103,11 +132,11 @@ def _records_of(path: Path, where: str) -> Iterator[tuple[str, str | Mapping[str
 
 def loader_of(path: Path) -> str | None:
     """What of the datasets library reads a file's rows, packed or not; None for a file of text."""
-    return _LOADERS.get(_unpacked_name(path).suffix)
+    return _LOADERS.get(_unpacked_name(path).suffix.lower())
 
 
 def _unpacked_name(path: PurePath) -> PurePath:
-    return path.with_suffix("") if path.suffix in far.PACKED else path
+    return path.with_suffix("") if path.suffix in PACKED else path
 
 
 def files(data: str) -> list[Path]:
@@ -121,7 +150,7 @@ def text_bytes(data: str) -> int | None:
     Raises UserError where there is nothing.
     """
     paths = [] if far.is_far(data) else files(data)
-    rows = not paths or any(loader_of(path) or path.suffix in far.PACKED for path in paths)
+    rows = not paths or any(loader_of(path) or path.suffix in PACKED for path in paths)
     return None if rows else sum(path.stat().st_size for path in paths)
 
 
@@ -160,16 +189,29 @@ def _standard_library() -> list[Path]:
 
 def _matching(data: str) -> list[Path]:
     """The files that a path, folder or glob names."""
+    if not data.strip():
+        raise UserError("data is empty; give stdlib, a path, a quoted glob, or hf:NAME; all that lies here is .")
     found = Path(data).expanduser()
     if written_by_farflung(found):
         raise UserError(f"data {data!r}: this is a run of farflung, and holds no text to train on; give other data")
-    names = _below(found) if found.is_dir() else map(Path, glob.glob(str(found), recursive=True))
-    paths = sorted(path for path in names if path.is_file())
+    names = _below(found) if found.is_dir() else _globbed(str(found))
+    paths = [found] if found.is_file() else sorted(path for path in names if path.is_file())
     if not paths:
         what = "this folder has no file to train on" if found.is_dir() else "no such file"
         hint = "; write a mixture as '0.7*PATH + 0.3*OTHER'" if "+" in data and "*" in data else ""
         raise UserError(f"data {data!r}: {what}; give stdlib, a path, a quoted glob, or hf:NAME{hint}")
     return paths
+
+
+def _globbed(pattern: str) -> Iterator[Path]:
+    """What a glob names. Raises UserError for a link that leads round, which would be followed again and again."""
+    root = len(Path(pattern.partition("**")[0]).parts)
+    for path in map(Path, glob.iglob(pattern, recursive=True)):
+        folders = [folder.resolve() for folder in path.parents if "**" in pattern and len(folder.parts) >= root]
+        if len({*folders}) < len(folders):
+            narrower = "give the folder itself, whose links are not followed, or a narrower glob"
+            raise UserError(f"data {pattern!r}: {path} goes round, by a link to a folder above it; {narrower}")
+        yield path
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -180,40 +222,36 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, where: str) -> str:
-    """The text of a file. Raises UserError for one that is no text, or in an encoding of two bytes a letter."""
+    """The text of a file. Raises UserError for one that is no text, or whose letters have two or four bytes each."""
     try:
         content = _unpacked(path)
     except OSError as error:
         raise UserError(f"data {where}: {error.strerror or error}; see that the file can be read") from error
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if wide := next((name for name, marks in _WIDE.items() if content.startswith(marks)), None):
         as_utf8 = shlex.quote(str(path.with_suffix(f".utf8{path.suffix}")))
-        remedy = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > {as_utf8}"
-        raise UserError(f"data {where}: the text is UTF-16; make UTF-8 of it: {remedy}")
+        remedy = f"iconv -f {wide} -t UTF-8 {shlex.quote(str(path))} > {as_utf8}"
+        raise UserError(f"data {where}: the text is {wide}; make UTF-8 of it: {remedy}")
     if b"\0" in content[:LOOKED_AT]:
         kinds = "text, JSON Lines, CSV or Parquet"
         raise UserError(f"data {where}: the file is binary; give {kinds}, or a glob such as '*.txt'")
-    return content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+    return content.removeprefix(codecs.BOM_UTF8).decode(errors="surrogateescape")
 
 
 def _unpacked(path: Path) -> bytes:
-    if path.suffix not in far.PACKED:
+    if path.suffix not in PACKED:
         return path.read_bytes()
-    import fsspec
-
-    with _reading(str(path)), fsspec.open(str(path), "rb", compression="infer") as file:
+    with _reading(str(path)), opened(path) as file:
         content: bytes = file.read()
     return content
 
 
 def _has_rows(path: Path, loader: str) -> bool:
     """Whether a file has any; the datasets library takes one that has none for damaged."""
-    if loader == "parquet" and path.suffix not in far.PACKED:
+    if loader == "parquet" and path.suffix not in PACKED:
         import pyarrow.parquet  # which datasets needs, too
 
         return int(pyarrow.parquet.read_metadata(path).num_rows) > 0
-    import fsspec
-
-    with fsspec.open(str(path), "rb", compression="infer") as file:
+    with opened(path) as file:
         return bool(file.read(1))
 
 
