@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -142,6 +143,18 @@ def test_what_is_trained_on_and_judged_by_is_told(two: str, tmp_path: Path) -> N
     ):
         (line,) = told(one, of)
         assert f"validation: trained on, too: {named}" in line
+
+
+def test_a_file_of_two_sources_that_hold_out_each_by_itself_is_told(two: str, tmp_path: Path) -> None:
+    file = sources(two)[0].data
+    twice = f"0.5*{file} + 0.5*{tmp_path}/*.jsonl"
+    (other := tmp_path / "other.txt").write_text("other words\n" * 400)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Language(LanguageSettings(data=two, sequence_length=LENGTH)).check()
+        Language(LanguageSettings(data=twice, validation=str(other), sequence_length=LENGTH)).check()
+    with pytest.warns(UserWarning, match=f"data: in several sources: {re.escape(file)}; what one of them holds out"):
+        Language(LanguageSettings(data=twice, sequence_length=LENGTH)).check()
 
 
 def test_chats_are_judged_by_chats(tmp_path: Path) -> None:

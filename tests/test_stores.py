@@ -214,6 +214,20 @@ def test_the_same_text_is_prepared_once_wherever_it_lies_and_other_text_again(tm
     assert prepare(tmp_path / "b.txt", max_tokens=1000).manifest.training == 950 and len(told) == 3
 
 
+def test_no_store_is_kept_of_a_file_that_is_written_to_meanwhile(cache: Path, tmp_path: Path) -> None:
+    path = a_text(tmp_path)
+    before = path.read_text()
+
+    def written_to(*_: int) -> None:
+        path.write_text(before + "more")
+
+    with pytest.raises(UserError, match=r"a\.txt: was written to while tokens were made of it; begin again"):
+        prepared.store_of(settings_of(path), tokenizers.Bytes(), written_to)
+    assert not [*cache.glob("tokens/*/store.json")]
+    made = prepared.store_of(settings_of(path), tokenizers.Bytes())
+    assert made.manifest.training + made.manifest.held_out == len(before) + len("more") + 1
+
+
 def test_a_store_is_found_in_a_cache_that_can_only_be_read(cache: Path, tmp_path: Path) -> None:
     made = prepared.store_of(settings_of(a_text(tmp_path)), tokenizers.Bytes())
     shutil.rmtree(cache / "seen")

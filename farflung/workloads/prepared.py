@@ -69,7 +69,8 @@ def store_of(
     by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
     by += ["chats", tokenizer.template] if as_chats else []
     with disk_errors(f"keep tokens in {kept}", f"make room, or set {CACHE} to another folder"):
-        folder = kept / "tokens" / _name(settings.data, by, kept)
+        seen = _seen(settings.data)
+        folder = kept / "tokens" / _name(settings.data, seen, by, kept)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
         if found_whole := store.whole(folder):
             return found_whole
@@ -77,7 +78,13 @@ def store_of(
             if made_meanwhile := store.whole(folder):
                 return made_meanwhile
             with _shown(settings.data, told) as tell:
-                return make(folder, settings, tokenizer, tell, numbered, as_chats)
+                made = make(folder, settings, tokenizer, tell, numbered, as_chats)
+            if _seen(settings.data) != seen:  # later runs would find it by what the files held before
+                shutil.rmtree(folder)
+                raise UserError(
+                    f"data {settings.data}: was written to while tokens were made of it; begin again when it is whole"
+                )
+            return made
 
 
 def _shown(data: str, told: Told | None) -> contextlib.AbstractContextManager[Told]:
@@ -167,20 +174,23 @@ def make(
     return made
 
 
-def _name(data: str, by: list[object], kept: Path) -> str:
+def _seen(data: str) -> list[list[object]]:
+    """The data's files here, and what changes when they do, as far as that is told without reading them."""
+    paths = [] if is_far(data) else text.files(data)
+    return [[str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns] for path in paths]
+
+
+def _name(data: str, seen: list[list[object]], by: list[object], kept: Path) -> str:
     """Follows from what the data's files hold, and from all else that its tokens depend on.
 
     Files that were seen before, of the same size and time, are not read for it again.
     """
     if is_far(data):
         return _hash([*by, text.version_of(data)])
-    paths = text.files(data)
-    stats = [path.stat() for path in paths]
-    seen = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
     note = kept / "seen" / _hash([*by, seen])
     if note.exists():
         return note.read_text("utf-8")
-    name = _hash([*by, [[path.suffix, _content(path)] for path in paths]])
+    name = _hash([*by, [[path.suffix, _content(path)] for path in text.files(data)]])
     with contextlib.suppress(OSError):  # a cache that can only be read may have the store all the same
         write_text(note, name)
     return name

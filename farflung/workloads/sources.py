@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -238,6 +238,8 @@ def check(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, dea
     except UserError as error:
         raise UserError(f"validation: {error}") from error
     _warn_of_both(sources, judges)
+    if not judges:
+        _warn_of_twice(sources)
 
 
 def prepare(sources: list[Source], judges: list[Source], tokenizer: Tokenizer, deal: Deal) -> None:
@@ -252,9 +254,20 @@ def _warn_of_both(sources: list[Source], judges: list[Source]) -> None:
     """Warns of files that are trained on and judged by."""
     trained_on = {file for source in sources for file in _files(source.settings.data)}
     if both := [file for source in judges for file in _files(source.settings.data) if file in trained_on]:
-        more = f" and {counted(len(both) - 1, 'other file')}" if both[1:] else ""
-        told = f"validation: trained on, too: {both[0]}{more}; the loss says little of other text"
+        told = f"validation: trained on, too: {_first_of(both)}; the loss says little of other text"
         warnings.warn(f"{told}; give other data to judge by, or leave out validation", stacklevel=2)
+
+
+def _warn_of_twice(sources: list[Source]) -> None:
+    """Warns of files of several sources, of which each holds out something by itself."""
+    times = Counter(file for source in sources for file in {*_files(source.settings.data)})
+    if twice := sorted(file for file, count in times.items() if count > 1):
+        told = f"data: in several sources: {_first_of(twice)}; what one of them holds out, another may train on"
+        warnings.warn(f"{told}; give each file in one source, or data to judge by with validation", stacklevel=2)
+
+
+def _first_of(files: list[str]) -> str:
+    return f"{files[0]} and {counted(len(files) - 1, 'other file')}" if files[1:] else files[0]
 
 
 def _files(data: str) -> list[str]:
