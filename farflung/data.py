@@ -35,7 +35,7 @@ class Sequences(Dataset[Tensor]):
         replicas: how many deal the sequences out among them; None where they come and go, and each goes through all.
         column: of rows, that which holds the text.
 
-    Raises UserError where there is no text, or too little.
+    Raises UserError where there is no text, or too little, and for a number that cannot be.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Sequences(Dataset[Tensor]):
     ) -> None:
         if mixtures.sources(source):
             raise UserError("a mixture has no end; make Sequences of each source, and mix them in your loop")
-        if replicas is not None and not 0 <= replica < replicas:
+        for name, number, least in (("seed", seed, 0), ("replica", replica, 0), ("replicas", replicas, 1)):
+            _refuse_below(least, name, number)
+        if replicas is not None and replica >= replicas:
             raise UserError(f"replica is {replica} of {replicas}; number them from 0 to {replicas - 1}")
         settings = LanguageSettings(data=source, tokenizer=tokenizer, sequence_length=length, text_column=column)
         self.tokenizer = tokenizers.load(tokenizer)
@@ -73,7 +75,8 @@ class Sequences(Dataset[Tensor]):
         return data.load(self._kept, self.tokenizer, self._deal)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to an epoch, from 0; each has another order. Loaders that have begun keep theirs."""
+        """Goes to an epoch, from 0; each has another order. Loaders that have begun keep theirs. Raises UserError."""
+        _refuse_below(0, "epoch", epoch)
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -92,3 +95,8 @@ class Sequences(Dataset[Tensor]):
     def held_out(self, most: int) -> Tensor:
         """Up to `most` sequences held out, (n, length) int64, evenly spread; the same for every replica."""
         return self._data.held_out(most)
+
+
+def _refuse_below(least: int, name: str, number: int | None) -> None:
+    if number is not None and number < least:
+        raise UserError(f"{name} is {number}; it must be at least {least}")

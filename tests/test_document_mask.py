@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -105,6 +106,24 @@ def test_a_chat_is_one_document_though_its_answers_end_as_a_text_does(tmp_path: 
     masked.check()
     model, batch = plain.build(0), plain.batch(plain.sample_ids(0, 0, 0, 2))
     assert torch.equal(masked.loss(model, batch), plain.loss(model, batch))
+
+
+def test_a_tokenizer_that_ends_a_text_by_a_token_of_texts_tells_no_documents_apart(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(vocab={"!": 0, "a": 1, "b": 2}, merges=[]))
+    (tmp_path / "a.txt").write_text("ab!" * 4000)
+
+    def check(end: str | None, masked: bool) -> None:
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end).save_pretrained(tmp_path / "made")
+        one = LanguageSettings(model="micro", data=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "made"))
+        Language(replace(one, document_mask=masked)).check()
+
+    check("b", masked=True)
+    check(None, masked=False)
+    with pytest.raises(UserError, match=r"no token for the end of a text.*eos_token, or leave out --document-mask"):
+        check(None, masked=True)
 
 
 @pytest.mark.slow

@@ -75,6 +75,11 @@ def test_what_cannot_be_is_told(source: str, tmp_path: Path) -> None:
         found(source)[-1]
     with pytest.raises(UserError, match="replica is 2 of 2; number them from 0 to 1"):
         found(source, replica=2, replicas=2)
+    for name, least in (("seed", 0), ("replica", 0), ("replicas", 1)):
+        with pytest.raises(UserError, match=f"{name} is {least - 1}; it must be at least {least}"):
+            Sequences(source, LENGTH, column="words", **{name: least - 1})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="epoch is -1; it must be at least 0"):
+        found(source).set_epoch(-1)
     with pytest.raises(UserError, match=r"\d+ sequences are fewer than 9999 replicas; give more text"):
         found(source, replicas=9999)
     with pytest.raises(UserError, match="no such file"):

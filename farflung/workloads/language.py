@@ -137,6 +137,11 @@ class Language:
             self.outline()
             if self.settings.base:
                 adapters.refuse_other_base(self._base(), self.settings)
+        if self._positions and not self.tokenizer.marks_ends:
+            raise UserError(
+                "the tokenizer has no token for the end of a text, by which documents are told apart; give it an "
+                "eos_token, or leave out --document-mask"
+            )
         sources.check(self._named, self._judges, self.tokenizer, self._deal)
 
     def settled(self) -> LanguageSettings:

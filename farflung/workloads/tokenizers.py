@@ -32,6 +32,7 @@ class Bytes:
 
     size = 256
     end = 0
+    marks_ends = True
 
     digest = template = "bytes"
 
@@ -92,6 +93,8 @@ class Pretrained:
         self.size: int = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.end: int = 0 if end is None else end
+        self.marks_ends = end is not None
+        """Whether the token that ends a text is in no text; another tokenizer's first token ends it, and may be."""
 
     def encode(self, text: str) -> NDArray[np.integer]:
         """The flat tokens of a text, without special ones."""
