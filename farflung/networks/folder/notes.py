@@ -76,6 +76,8 @@ class Notes:
         """Own objects that are to be removed."""
         self.missing: set[str] = set()
         """Own objects that somebody else has removed."""
+        self.staying: set[str] = set()
+        """Objects that may not be removed."""
 
     def post(
         self, kind: Kind, said: Callable[..., Note], parts: Sequence[bytes | memoryview] = (), sealed: bytes = b""
@@ -112,7 +114,8 @@ class Notes:
         with self._looking:
             if self._last.at < newer_than:
                 began = time.monotonic()
-                names = self.store.names()
+                own = any(self._must_be_there(name, began) for name in list(self._mine))
+                names = self.store.names(some=own)
                 if not self._rolled_back(names, began):
                     self._take(names, began)
             return self._last
@@ -159,20 +162,24 @@ class Notes:
         return True
 
     def leave(self, *names: str) -> None:
-        """Has objects removed with the next `sweep`."""
-        self._leaving.update(dict.fromkeys(names))
+        """Has objects removed with the next `sweep`, but those that may not be."""
+        self._leaving.update(dict.fromkeys(name for name in names if name not in self.staying))
 
     def sweep(self) -> None:
-        """Removes what is to be removed. Raises StoreAwayError."""
+        """Removes what is to be removed; counts what may not be. Raises StoreAwayError."""
         names = list(self._leaving)
         for name in names:
             self._mine.pop(name, None)
-        self.store.remove(names)
+        staying = set(self.store.remove(names))
         now = time.monotonic()
         for name in names:
             self._leaving.pop(name, None)
             self.missing.discard(name)
-            self._remember(name, now)
+            if name in staying - self.staying:
+                self.staying.add(name)
+                self._guard.refuse("object that may not be removed")
+            elif name not in staying:
+                self._remember(name, now)
 
     @property
     def own_fixed(self) -> list[str]:
@@ -202,6 +209,11 @@ class Notes:
                 self._guard.refuse("deleted object")
                 self.missing.add(name)
         return False
+
+    def _must_be_there(self, name: str, moment: float) -> bool:
+        """Whether an own object is in each listing that is asked for after a moment."""
+        since = self._mine.get(name, moment)
+        return since < moment and name not in self._leaving and name not in self.missing
 
     def _take(self, names: dict[str, int], began: float) -> None:
         written, fixed = list[Written](), set[str]()

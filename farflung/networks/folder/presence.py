@@ -144,7 +144,14 @@ class Presence:
         """Removes objects now. Raises StoreAwayError."""
         there = self.look(time.monotonic()).written
         self.notes.leave(*(one.name for one in there if which(one)), *fixed)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes what is to be removed, and tells once if that may not be. Raises StoreAwayError."""
         self.notes.sweep()
+        if self.notes.staying:
+            why = f"some objects may not be removed from {self.ticket.folder}"
+            self.tell_once(f"{why}; see that this peer's access allows that, or remove the folder after the run")
 
     def check(self) -> None:
         """Raises UserError when this peer cannot stay in the run."""
@@ -246,7 +253,7 @@ class Presence:
         self.notes.leave(*self.notes.fixed_since(time.monotonic() - CLOSED_SECONDS))
         for tidy in self.tidying:
             tidy(listing)
-        self.notes.sweep()
+        self._sweep()
 
     def _hear(self, written: Iterable[Written]) -> None:
         """Takes the newest of what each member says."""

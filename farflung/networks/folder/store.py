@@ -109,11 +109,14 @@ class Store:
         self.traffic.bytes_sent += len(content)
         return True
 
-    def names(self) -> dict[str, int]:
-        """The objects that there are, and their bytes. Raises StoreAwayError."""
+    def names(self, some: bool = False) -> dict[str, int]:
+        """The objects that there are, and their bytes. Where there must be `some`, an empty listing is a failed one.
+
+        Raises StoreAwayError.
+        """
         self._files.invalidate_cache()
         try:
-            found = self._asked(lambda: self._files.ls(self._root, detail=True))
+            found = self._asked(lambda: self._listed(some))
         except FileNotFoundError as error:
             if self._rename:  # where `begin` has made it
                 raise StoreAwayError(f"{self.url} is not there any more") from error
@@ -127,18 +130,40 @@ class Store:
         self.traffic.bytes_received += len(content)
         return content
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Removes objects, if they are there. Raises StoreAwayError."""
-        if not names:
-            return
-        if self._one_removal:
-            self._asked(lambda: self._files.rm([self._path(name) for name in names]))
-            return
-        for name in names:
+    def remove(self, names: Sequence[str]) -> list[str]:
+        """Removes objects, if they are there; those that may not be removed. Raises StoreAwayError."""
+        if self._one_removal and names:
+            paths = [self._path(name) for name in names]
+            return [] if self._removed(lambda: self._files.rm(paths)) else list(names)
+        return [name for name in names if not self._removed(partial(self._remove_one, name))]
+
+    def _remove_one(self, name: str) -> None:
+        self._files.rm_file(self._path(name))
+
+    def _removed(self, remove: Callable[[], object]) -> bool:
+        """Whether something may be removed; somebody else may have been quicker. Raises StoreAwayError."""
+
+        def ask() -> bool:
             try:
-                self._asked(partial(self._files.rm_file, self._path(name)))
-            except FileNotFoundError:
-                continue  # somebody else was quicker
+                remove()
+            except PermissionError:  # which does not change when it is tried again
+                return False
+            return True
+
+        with contextlib.suppress(FileNotFoundError):
+            return self._asked(ask)
+        return True
+
+    def _listed(self, some: bool) -> Any:
+        try:
+            found = self._files.ls(self._root, detail=True)
+        except FileNotFoundError:
+            if not some or self._rename:
+                raise
+            found = []
+        if some and not found:
+            raise OSError("a listing shows nothing of what this peer has written there")
+        return found
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -1,0 +1,99 @@
+"""Peers meet in a folder whose store takes its time, refuses, or shows nothing of what is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from folder_seats import mean_of, seats
+from fsspec.implementations.memory import MemoryFileSystem
+from patience import patience
+
+from farflung.networks.folder.store import StoreAwayError
+
+
+class Slow(MemoryFileSystem):  # type: ignore[misc]
+    """A store far away: a request takes `seconds`, half of them on the way there. Some it does not do as it should."""
+
+    protocol = "slow"
+    cachable = False
+    seconds = 0.0
+    kept = False
+    """Whether nothing may be removed."""
+    hides = 0
+    """How many listings are of nothing."""
+
+    def _asked(self, name: str, *given: Any, **more: Any) -> Any:
+        time.sleep(Slow.seconds / 2)
+        try:
+            return getattr(super(), name)(*given, **more)
+        finally:
+            time.sleep(Slow.seconds / 2)
+
+    def pipe_file(self, *given: Any, **more: Any) -> Any:
+        return self._asked("pipe_file", *given, **more)
+
+    def cat_file(self, *given: Any, **more: Any) -> Any:
+        return self._asked("cat_file", *given, **more)
+
+    def ls(self, *given: Any, **more: Any) -> Any:
+        if Slow.hides > 0:
+            Slow.hides -= 1
+            raise FileNotFoundError(given[0])
+        return self._asked("ls", *given, **more)
+
+    def rm_file(self, *given: Any, **more: Any) -> Any:
+        if Slow.kept:
+            raise PermissionError(f"delete {given[0]}: access denied")
+        return self._asked("rm_file", *given, **more)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("slow:/").replace("//", "/"))
+
+
+@pytest.fixture
+def slow() -> Iterator[None]:
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    yield
+    Slow.seconds, Slow.kept, Slow.hides = 0.0, False, 0
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_may_not_be_removed_is_told_once_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    with seats(f"slow://{tmp_path.name}/kept", tmp_path, 2) as run:
+        Slow.kept = True
+        for number in range(1, 3):
+            began = time.monotonic()
+            assert [mean.tolist() for mean in mean_of(run.open, f"round {number} of 0", 2)] == [[0.5] * 2] * 2
+            for network in run.open:
+                network.peers.beat()
+                network.peers._tidy(network.peers.look(time.monotonic()))
+            assert time.monotonic() - began < patience(2)  # nothing is tried again until a deadline
+        for network in run.open:
+            refused = network.peers.guard.refused
+            assert set(refused) == {"object that may not be removed"}
+            assert refused["object that may not be removed"] == len(network.peers.notes.staying) > 2
+        assert sum("may not be removed from slow://" in line for line in run.told) == 2 == len(run.told)
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_empty_listing_is_not_believed_where_own_objects_must_be_in_it(tmp_path: Path) -> None:
+    with seats(f"slow://{tmp_path.name}/hidden", tmp_path, 2) as run:
+        one, other = (network.peers for network in run.open)
+        for peer in (one, other):
+            peer._over.set()  # no beat comes between
+            peer._thread.join()
+        before = one.look(time.monotonic()).written
+        Slow.hides = 1
+        assert one.look(time.monotonic()).written == before and Slow.hides == 0
+        assert not one.guard.refused and one.found(other.identity.rank)
+        one.notes.store._patience_s = 0.2
+        Slow.hides = 10**6
+        with pytest.raises(StoreAwayError, match="nothing of what this peer has written"):
+            one.look(time.monotonic())
+        assert not one.guard.refused and one.notes.last.written == before
