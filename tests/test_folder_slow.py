@@ -13,6 +13,7 @@ from folder_seats import mean_of, seats
 from fsspec.implementations.memory import MemoryFileSystem
 from patience import patience
 
+from farflung.networks import Party, Pending
 from farflung.networks.folder.store import StoreAwayError
 
 
@@ -61,6 +62,33 @@ def slow() -> Iterator[None]:
     fsspec.register_implementation("slow", Slow, clobber=True)
     yield
     Slow.seconds, Slow.kept, Slow.hides = 0.0, False, 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("awaited", "later"), [(False, 0.0), (False, 0.7), (True, 0.0), (True, 0.3)])
+def test_two_that_wait_in_vain_meet_though_each_request_takes_half_a_second(
+    tmp_path: Path, awaited: bool, later: float
+) -> None:
+    """Rounds follow each other so soon that a peer's patience is two requests long."""
+    Slow.seconds = 0.5
+    with seats(f"slow://{tmp_path.name}/run", tmp_path, 3) as run:
+        one, two, away = run.open
+        away.peers.info["step"] = 10 if awaited else 10**6  # or all know that it is long past the round
+        for network in run.open:
+            if network is not away:
+                network.peers.info["step"] = 10
+                network._patience.seconds("round 0 of 0")
+            network.peers.beat()
+        run.look()
+        pending: list[Pending[Party]] = []
+        for network in (one, two):
+            wanted = tuple(sorted((network.rank, away.rank)))
+            pending.append(network.meet(wanted, "round 1 of 0", 10, 1.0, "", lambda party: party))
+            time.sleep(later if network is one else 0)
+        groups = [visit.wait(patience(20)).group for visit in pending]
+        Slow.seconds = 0.0
+        assert groups == [tuple(sorted((one.rank, two.rank)))] * 2
 
 
 @pytest.mark.usefixtures("slow")

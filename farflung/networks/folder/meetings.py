@@ -28,6 +28,8 @@ FIRST_PAUSE, LONGEST_PAUSE, SLOWER = 0.05, 2.0, 1.5
 """Seconds between two looks, at first and at most; each pause is so many times as long as the last."""
 GRACE_SECONDS = 4.0
 """How long one whose patience is over waits on for most of the others, and for who should group the idle."""
+SEEN = 4
+"""Requests until each of two has seen what the other says: both write it, and a listing may have begun just before."""
 LARGEST_CLOSING = 1 << 18
 
 
@@ -93,9 +95,12 @@ class Visit:
     subject: bytes
     wanted: Group
     step: int
-    until: float
     guest: Guest
     note: Written | None = None
+    until: float = 0.0
+    """When its patience is over: then it takes others than it wants."""
+    over: float = 0.0
+    """When it has seen who came before that, and has been seen."""
     closed: dict[Group, Mapping[int, Guest]] = field(default_factory=dict)
     """The groups that others have made, and what these were of."""
     closings: int = 0
@@ -118,11 +123,13 @@ class Meetings:
         seals = self._notes.seals
         wants = seals.word("wants", wanted)
         guest = Guest(self._own, wants, len(wanted), False, weight, seals.word("lineage", lineage))
-        visit = Visit(key, seals.subject("round", key), wanted, step, time.monotonic() + patience_s, guest)
+        visit = Visit(key, seals.subject("round", key), wanted, step, guest)
         if self._presence.away:
             return visit, Party((), {}, alone="away")
         try:
             self._say(visit)
+            visit.until = time.monotonic() + patience_s  # since others can see it
+            visit.over = visit.until + SEEN * self._notes.store.listing_s
             party = self._party(visit)
             if not (party.group or party.behind) and visit.note:  # at once: who came now would wait for it
                 self._notes.leave(visit.note.name)
@@ -209,15 +216,15 @@ class Meetings:
         """Whether one that is idle may still find others."""
         taken = {rank for group in visit.closed for rank in group}
         mates = [one for one in guests.values() if one.rank not in {*taken, self._own} and one.open == visit.guest.open]
-        if any(one.idle or one.open for one in mates) and now < visit.until + 2 * GRACE_SECONDS:
+        if any(one.idle or one.open for one in mates) and now < visit.over + 2 * GRACE_SECONDS:
             return True  # one of them groups them
         expected = [member.rank for member in self._presence.members.training()]
-        return now < visit.until and (bool(mates) or self._comes(visit, expected, guests))
+        return now < visit.over and (bool(mates) or self._comes(visit, expected, guests))
 
     def _close(self, visit: Visit, guests: Mapping[int, Guest], now: float) -> bool:
         """Groups those who have waited in vain, where that is this peer's turn; whether there may be news."""
         taken = {rank for group in visit.closed for rank in group}
-        patient = now < visit.until + GRACE_SECONDS
+        patient = now < visit.over + GRACE_SECONDS
         groups = grouped(guests, taken, patient)
         if not groups:
             return False

@@ -6,8 +6,11 @@ import contextlib
 import inspect
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import mean
 from typing import Any, TypeVar
 
 from fsspec.config import conf
@@ -42,6 +45,8 @@ BESIDE = "."
 """How the name of a file begins that is not whole yet."""
 ONE_AT_A_TIME = {"sftp", "ssh"}
 """Stores whose connection bears but one request at a time."""
+MEASURED = 8
+"""Listings whose mean is what one takes."""
 REMOVED_AT_ONCE = {"s3", "s3a", "gs", "gcs"}
 """Stores that remove many objects with one request."""
 
@@ -61,6 +66,7 @@ class Store:
         self.traffic = traffic
         self._patience_s = patience_s
         self._link = threading.Lock()
+        self._listings = deque[float](maxlen=MEASURED)
         self._open()
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else set(self._files.protocol)
         self._rename = next((RENAMED[one] for one in protocols & RENAMED.keys()), None)
@@ -124,6 +130,11 @@ class Store:
         named = ((str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found if one["type"] == "file")
         return {name: int(one["size"] or 0) for name, one in named if name}
 
+    @property
+    def listing_s(self) -> float:
+        """What a listing takes, in seconds, on the average of the last ones; 0 while that is unknown."""
+        return mean(tuple(self._listings) or (0.0,))
+
     def get(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """An object's content, or a part of it. Raises FileNotFoundError and StoreAwayError."""
         content: bytes = self._asked(lambda: self._files.cat_file(self._path(name), start=begin, end=end))
@@ -155,6 +166,7 @@ class Store:
         return True
 
     def _listed(self, some: bool) -> Any:
+        began = time.monotonic()
         try:
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
@@ -163,6 +175,7 @@ class Store:
             found = []
         if some and not found:
             raise OSError("a listing shows nothing of what this peer has written there")
+        self._listings.append(time.monotonic() - began)
         return found
 
     def _path(self, name: str) -> str:
