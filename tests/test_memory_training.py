@@ -125,7 +125,7 @@ def trainer_of(folder: Path, resume_step: int | None = None, **settings: Any) ->
     """Of a replica in this process, alone, with all of the machine's memory."""
     usual: dict[str, Any] = {"model": "micro", "sequence_length": 16, "max_tokens": 50_000, "eval_sequences": 2}
     usual |= {"method": "local", "network": "torch", "replicas": 1, "memory": "100%", "inner": "adamw"}
-    config = Settings.of(**usual, **settings)
+    config = Settings.of(**(usual | settings))
     return Trainer(config, SimulatedNetwork.alone(), folder, coordination(None, config.figure), CPU, resume_step)
 
 
@@ -165,6 +165,44 @@ def test_a_run_ends_without_a_copy_of_its_model(tmp_path: Path) -> None:
     assert 0 < held.most < bytes_of(parameters) / 2
     kept = (saved(tmp_path, 1, 0)["model"], checkpoint.read(checkpoint.average_of(tmp_path))["model"])
     assert all(same(weights, trainer.model.state_dict()) for weights in kept)
+
+
+def llama(folder: Path, layers: int) -> str:
+    """A model of some layers of a megabyte each."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 640}
+    LlamaConfig(**sizes, num_hidden_layers=layers).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["moments-far", "optimizer-far", "weights-far"])
+def test_a_run_goes_on_in_the_memory_that_it_began_in(state: str, tmp_path: Path) -> None:
+    """What is far goes from the checkpoint to where it lies, and what follows is bit for bit what did without."""
+    usual: dict[str, Any] = {"model": llama(tmp_path / "model", 8), "steps": 3, "batch_size": 2, "tail_average": 0}
+    usual |= {"checkpoint_every": 1, "keep_checkpoints": 3, "warmup": 1, "far_folder": str(tmp_path / "far")}
+
+    def most(folder: Path, resume_step: int | None = None) -> int:
+        """The most bytes that tensors take at a time."""
+        with Held() as held:  # type: ignore[no-untyped-call]
+            trainer = trainer_of(folder, resume_step, **usual)
+            with trainer.stop.listening():
+                trainer.train()
+        trainer.log.events.close()
+        return held.most
+
+    near, far = tmp_path / "near", tmp_path / "run"
+    most(near)
+    record = json.loads((near / "memory/replica-0.json").read_text())
+    record["plan"]["layers"] = [layer | {"state": state} for layer in record["plan"]["layers"]]
+    (far / "memory").mkdir(parents=True)
+    (far / "memory/replica-0.json").write_text(json.dumps(record))
+    began = most(far)
+    went_on = most(far, resume_step=1)
+    assert went_on < 1.1 * began
+    states = [saved(folder, 3, 0) for folder in (near, far)]
+    assert same(*(one["model"] for one in states))
+    for number, moments in states[0]["optimizer"]["state"].items():
+        assert same(moments, states[1]["optimizer"]["state"][number])
 
 
 def train(folder: Path, *arguments: str) -> None:
@@ -229,15 +267,7 @@ def test_stages_with_little_memory_are_bit_for_bit_those_with_much(tmp_path: Pat
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_where_memory_is_limited_it_trains_with_the_same_losses(tmp_path: Path) -> None:
     """Without a plan, the process dies of it."""
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 4,
-        "vocab_size": 640,
-    }
-    LlamaConfig(**sizes).save_pretrained(tmp_path / "deep")
-    usual = ["train", *ALONE, "--model", str(tmp_path / "deep"), "--steps", "2", "--log-every", "1"]
+    usual = ["train", *ALONE, "--model", llama(tmp_path / "deep", 10), "--steps", "2", "--log-every", "1"]
     usual += ["--sequence-length", "128", "--batch-size", "64", "--inner", "adamw"]
     run_together(1, HERE / "limited.py", 0, *usual, "--out", tmp_path / "kept")
     with pytest.raises(AssertionError, match="allocate memory"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.errors import UserError
@@ -20,7 +20,7 @@ from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, far_homes
 from farflung.memory.measure import bytes_of, in_use, return_what_is_free, tensors_in
-from farflung.memory.moments import FarMoments
+from farflung.memory.moments import SMALLEST, FarMoments
 from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
 from farflung.memory.profile import Model, profiled
 from farflung.memory.search import MODES, STATES, search
@@ -105,7 +105,7 @@ class Fitted:
 
     def __init__(self, model: Model, optimizer: Optimizer, folder: str, near_gradients: bool) -> None:
         self._model, self._optimizer, self._folder = model, optimizer, folder
-        self._near_gradients = near_gradients
+        self._near_gradients, self._home = near_gradients, far_homes(folder)
         device = model.device
         if device.type == "cpu":
             return_what_is_free()
@@ -153,6 +153,26 @@ class Fitted:
         if self._model.device.type == "cpu":
             return_what_is_free()
 
+    def take(self, kept: dict[str, Any]) -> None:
+        """Has the optimizer go on from a `state_dict`: moments that are far go to where they lie, one by one."""
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        states = [state for state in self._states if not isinstance(state, FarWeights)]
+        places = {parameter: homes for state in states for parameter, homes in state.places().items()}
+        near: dict[int, dict[str, Any]] = {number: {} for number in kept["state"]}
+        far: list[tuple[nn.Parameter, str, Tensor]] = []
+        for number, values in kept["state"].items():
+            for key, value in values.items():
+                if held[number] in places and isinstance(value, Tensor) and value.numel() >= SMALLEST:
+                    far.append((held[number], key, value))
+                else:
+                    near[number][key] = value
+        self._optimizer.load_state_dict({**kept, "state": near})
+        for parameter, key, value in far:
+            home = places[parameter][parameter, key] = self._home(value)
+            home.tensor.copy_(value)
+            home.let_go()
+            self._optimizer.state[parameter][key] = home.tensor
+
     def gradients_begin(self) -> None:
         """A step's gradients are to be computed: those that no step has taken are forgotten."""
         if self._updates:
@@ -175,8 +195,7 @@ class Fitted:
         def having(*states: State) -> list[nn.Module]:
             return [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state in states]
 
-        home = far_homes(self._folder)
-        copies = copies_of(model.device, HostMemory(model.device.type == "cuda"))
+        home, copies = self._home, copies_of(model.device, HostMemory(model.device.type == "cuda"))
         weights = FarWeights(having("weights-far"), home)
         if far := having("optimizer-far", "weights-far"):
             named = [*map(model.named, far)]

@@ -53,7 +53,7 @@ class Saved(saved_tensors_hooks):
 
 
 class Held(TorchDispatchMode):
-    """A context that counts the bytes of storages made in it: the most at a time is `most`."""
+    """A context that counts the bytes of storages made in it, not on meta: the most at a time is `most`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Held(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tensors_in(made):
             storage = tensor.untyped_storage()
-            if storage._cdata not in before | self._known:
+            if storage.device.type != "meta" and storage._cdata not in before | self._known:
                 self._known.add(storage._cdata)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes()).atexit = False

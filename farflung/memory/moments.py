@@ -20,6 +20,9 @@ from farflung.memory.profile import Make
 SMALLEST = 2
 """Values of the smallest moments that leave: the number of a step stays."""
 
+Places = dict[tuple[nn.Parameter, str], Home]
+"""Where moments lie, by their parameters and names."""
+
 
 @dataclass(eq=False)
 class Part:
@@ -27,7 +30,7 @@ class Part:
 
     named: Mapping[str, nn.Parameter]
     optimizer: Optimizer
-    homes: dict[tuple[nn.Parameter, str], Home] = field(default_factory=dict)
+    homes: Places = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
 
     def moments(self) -> dict[tuple[nn.Parameter, str], Tensor]:
@@ -87,6 +90,10 @@ class FarMoments:
             self._link(part)
             self._come(part)
             part.arrived()
+
+    def places(self) -> dict[nn.Parameter, Places]:
+        """Where moments lie when they are far, by the parameters that they are of."""
+        return {parameter: part.homes for part in self._parts for parameter in part.named.values()}
 
     def _step(self, *_: Any) -> None:
         """Steps the layers. The step that follows leaves them alone, as they have no gradients in it."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from farflung.hooks.steps import hook_steps
 from farflung.memory.copies import Arrival, Copies
 from farflung.memory.far import Home, MakeHome, flat
-from farflung.memory.moments import SMALLEST
+from farflung.memory.moments import SMALLEST, Places
 from farflung.memory.profile import Make
 
 
@@ -31,7 +31,7 @@ class Stepped:
     weights: Sequence[Home]
     """Those of its parameters that are far, too."""
     gradients: dict[nn.Parameter, Home] = field(default_factory=dict)
-    moments: dict[tuple[nn.Parameter, str], Home] = field(default_factory=dict)
+    moments: Places = field(default_factory=dict)
     leaving: deque[Arrival] = field(default_factory=deque)
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Of the gradients that there are."""
@@ -92,6 +92,10 @@ class FarUpdates:
             part.left()
             for parameter, key, value in self._moments(part):
                 self._optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+
+    def places(self) -> dict[nn.Parameter, Places]:
+        """Where moments lie, by the parameters that they are of."""
+        return {parameter: part.moments for part in self._parts for parameter in part.own}
 
     def forget(self) -> None:
         """Forgets gradients that no step has taken."""

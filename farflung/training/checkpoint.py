@@ -15,7 +15,8 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
 
@@ -28,6 +29,7 @@ from farflung.files import replacing
 from farflung.formats import CHECKPOINT
 from farflung.training.events import died, scores
 from farflung.training.migrations import migrated
+from farflung.training.stored import stored
 
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
 
@@ -132,11 +134,20 @@ def read(path: Path) -> Checkpoint:
 
     Raises UserError when it is damaged or of a format that is not read.
     """
+    return _read(path, partial(torch.load, map_location="cpu", weights_only=True))
+
+
+def outline(path: Path) -> Checkpoint:
+    """As `read`, but large tensors stay in the file, and are read when something is computed with them."""
+    return _read(path, stored)
+
+
+def _read(path: Path, load: Callable[[Path], Any]) -> Checkpoint:
     try:
         with zipfile.ZipFile(path) as file:
             if spoilt := file.testzip():  # torch itself compares no checksums
                 raise ValueError(f"the checksum of {spoilt} is wrong")
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load(path)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         raise UserError(

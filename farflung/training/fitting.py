@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +31,35 @@ UNMEASURED, MEASURED = 2, 8
 BEYOND, SLIGHT = 0.1, 1 << 27
 """The part by which what was predicted may differ from what is measured without a warning; and so many bytes."""
 
-Gradients = Callable[[int], tuple[float, str]]
+
+class Computing(NamedTuple):
+    """A replica's steps, in the memory that it is given.
+
+    Args:
+        gradients: see Island.gradients.
+        take: has the inner optimizer go on from a state_dict, and the replica from so many steps.
+    """
+
+    gradients: Callable[[int], tuple[float, str]]
+    take: Callable[[dict[str, Any], int], None]
+
+
 Fittable = WholeIsland | DividedIsland
 
 
-def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, path: Path, log: RunLog) -> Gradients:
+def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, path: Path, log: RunLog) -> Computing:
     """What computes a step's gradients: the island, in the memory that its settings give it. Keeps its plan in `path`.
 
-    Gradients may leave unless the method exchanges them, or deals out units of the model. See Island.gradients.
+    Gradients may leave unless the method exchanges them, or deals out units of the model.
 
-    Raises UserError at the first step, where the memory is too little.
+    Raises UserError when it takes a state, or else at the first step, where the memory is too little.
     """
     if not island.settings.memory:
-        return island.gradients
+        return Computing(island.gradients, lambda kept, _: optimizer.load_state_dict(kept))
     assert isinstance(island, Fittable)  # see limits.check_memory
     near_gradients = method.outer is None or method.dealing is not None or isinstance(island, DividedIsland)
-    return _Fitting(island, optimizer, make, near_gradients, path, log).gradients
+    made = _Fitting(island, optimizer, make, near_gradients, path, log)
+    return Computing(made.gradients, made.take)
 
 
 def mean_home(settings: IslandSettings) -> MakeHome:
@@ -84,6 +98,15 @@ class _Fitting:
         self._anew = True
         """Whether another plan may be made where this one finds no room."""
         self._began: list[float] = []
+
+    def take(self, kept: dict[str, Any], step: int) -> None:
+        """Plans first, so that what is to be far never lies near; who has taken no step has nothing that could."""
+        if not kept["state"]:
+            self._optimizer.load_state_dict(kept)
+            return
+        self._begin(step)
+        assert self._fitted
+        self._fitted.take(kept)
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island.gradients."""

@@ -64,14 +64,14 @@ def load_state(
 ) -> Checkpoint:
     """What a process goes on from.
 
-    Its own file, if it was saved by one that trained the same; else made of all of the replica's parts. Raises
-    UserError where parts of another layout lie elsewhere.
+    Its own file, if it was saved by one that trained the same: its large tensors are read one by one as they are used.
+    Else it is made of all of the replica's parts. Raises UserError where parts of another layout lie elsewhere.
     """
     paths = checkpoint.parts_of(folder, step, coordinates.replica)
     own = checkpoint.path_of(folder, step, mesh.file_stem(coordinates))
     names = names_of(optimizer)
     if own in paths:
-        state = checkpoint.read(own)
+        state = checkpoint.outline(own)
         alike = (state["model"][name].shape == one.shape for name, one in trainable(model).items())
         if state["names"] == names and all(alike):
             return state

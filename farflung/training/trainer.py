@@ -94,7 +94,7 @@ class Trainer:
         events = event_log(folder, self.island, network.now, self._saved, resume_step is not None)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress, self.averaged)
         plan = folder / "memory" / f"{self.file_stem}.json"
-        self._compute = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
+        self._computing = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
         background = not (network.timed or host_is_planned(settings.island, device))
         self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background)
@@ -274,7 +274,7 @@ class Trainer:
         """See Island.gradients; without data, the run stops at a step that all replicas agree on."""
         if not self._lost:
             try:
-                return self._compute(self.progress.trained)
+                return self._computing.gradients(self.progress.trained)
             except LostDataError as error:
                 self._lost = error
                 self.stop.request()
@@ -361,12 +361,12 @@ class Trainer:
 
     def _restore(self, state: Checkpoint, session: Session) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
         if self.dealt:
             self.dealt.load_state_dict(state["dealt"])
         if not session.has_cells(state["outer"]):
             state["outer"] = whole_rounds(self.folder, self.step, self.island.coordinates.replica)
         session.load_state_dict(state["outer"])
+        self._computing.take(state["optimizer"], state["trained"])
         torch.set_rng_state(state["random"])
         if state["random_cuda"] is not None:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
