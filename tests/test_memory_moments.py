@@ -10,10 +10,11 @@ import torch
 from test_memory_modes import CPU, layers_of, model_of
 from torch import Tensor
 
-from farflung import inner
+from farflung import inner, methods
 from farflung.memory.copies import Threads
 from farflung.memory.far import HostMemory, home_in
 from farflung.memory.moments import FarMoments
+from farflung.networks import SimulatedNetwork, Simulation
 from farflung.workloads import models
 
 
@@ -23,18 +24,22 @@ def made(kind: str, far: Path | None, limit: int) -> tuple[torch.nn.Module, torc
     make = partial(inner.INNER[kind].make, lr=0.01, weight_decay=0.1)
     optimizer = make(list(model.named_parameters()))
     if far is not None:
-        ids = [{id(parameter) for parameter in layer.parameters()} for layer in layers_of(model)[1:4]]
-        named = [{name: p for name, p in model.named_parameters() if id(p) in own} for own in ids]
-        copies = Threads(HostMemory(), CPU)
-        FarMoments(optimizer, make, named, partial(home_in, far), copies, limit)
+        keep_far(model, optimizer, kind, far, limit)
     return model, optimizer
 
 
-def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[Tensor]:
+def keep_far(model: torch.nn.Module, optimizer: torch.optim.Optimizer, kind: str, far: Path, limit: int) -> None:
+    make = partial(inner.INNER[kind].make, lr=0.01, weight_decay=0.1)
+    ids = [{id(parameter) for parameter in layer.parameters()} for layer in layers_of(model)[1:4]]
+    named = [{name: p for name, p in model.named_parameters() if id(p) in own} for own in ids]
+    FarMoments(optimizer, make, named, partial(home_in, far), Threads(HostMemory(), CPU), limit)
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range, stream: int = 0) -> list[Tensor]:
     for number in numbers:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (number + 1)
-        tokens = torch.randint(2, 256, (2, 16), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(2, 256, (2, 16), generator=torch.Generator().manual_seed(100 * stream + number))
         models.sequence_loss(model, tokens, tokens, None).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -52,6 +57,25 @@ def test_far_moments_of_muon_step_alike(tmp_path: Path) -> None:
     near, far = made("muon", None, 0), made("muon", tmp_path, 0)
     for one, other in zip(steps(*near, range(3)), steps(*far, range(3)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_far_moments_step_along_mean_gradients(tmp_path: Path) -> None:
+    """Of replicas whose gradients are averaged in each step; they stay equal, and are those with all moments near."""
+
+    def ended(far: Path | None) -> list[list[Tensor]]:
+        def work(network: SimulatedNetwork) -> list[Tensor]:
+            model, optimizer = made("adamw", None, 0)
+            with methods.ddp().attach(model, optimizer, network):
+                if far:
+                    keep_far(model, optimizer, "adamw", far, 0)
+                return steps(model, optimizer, range(3), network.rank)
+
+        return Simulation(2).run(work)
+
+    near, far = ended(None), ended(tmp_path)
+    assert all(map(torch.equal, near[0], near[1]))
+    for one, other in zip(near, far, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def test_a_checkpoint_goes_on_with_far_moments_or_near_ones(tmp_path: Path) -> None:
