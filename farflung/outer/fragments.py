@@ -46,6 +46,7 @@ class Fragment:
     def __init__(
         self, cells: Sequence[Cell], parameters: Mapping[str, nn.Parameter], layout: Layout, keepers: Mapping[str, int]
     ) -> None:
+        self._made_of = cells, parameters, layout, keepers
         self.cells = [cell for cell in cells if keepers[cell.name] == layout.process]
         self.names = [cell.name for cell in self.cells]
         self.numel = sum(cell.numel for cell in self.cells)
@@ -76,6 +77,24 @@ class Fragment:
             self.rounded_off = None
             written = self.read(flat.device)
             self.rounded_off = torch.sub(flat, written, out=written).bfloat16()
+
+    def parts(self, values: int) -> list[Fragment]:
+        """It as fragments of neighbouring cells, each of at least so many values but for the last, and of its dtype.
+
+        Where shards read together, it is one: a shard that misses another replica would keep them waiting.
+        """
+        cells, parameters, layout, keepers = self._made_of
+        if layout.processes > 1:
+            return [self]
+        runs: list[list[Cell]] = [[]]
+        for cell in cells:
+            if sum(one.numel for one in runs[-1]) >= values:
+                runs.append([])
+            runs[-1].append(cell)
+        made = [Fragment(run, parameters, layout, keepers) for run in runs]
+        for part in made:
+            part.dtype = self.dtype
+        return made
 
     def message(self, flat: Tensor) -> Message:
         """A flat tensor as that of these cells; one twice as long holds two tensors of each."""

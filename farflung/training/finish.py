@@ -6,13 +6,11 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from farflung.durations import duration
 from farflung.events import Event, MemoryEvent
@@ -25,17 +23,17 @@ from farflung.networks import (
     PeerLostError,
     SimulatedNetwork,
     TorchNetwork,
-    among_members,
     among_survivors,
 )
-from farflung.outer.columns import Column, Columns, Message
+from farflung.outer.fragments import Fragment
 from farflung.pipeline import Island, Mesh
 from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.agreement import all_gather_facts, facts_of_replicas
+from farflung.training.agreement import facts_of_replicas
+from farflung.training.averaged import Averaging, Mean
 from farflung.training.core import holders_of
-from farflung.training.measures import squares_apart
+from farflung.training.fitting import mean_home
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
@@ -57,7 +55,7 @@ SAMPLE = {"text": "sample", "picture": "sample_picture"}
 DEADLINES_AT_THE_END = 10
 """The end waits this many times the deadline: replicas that never exchange may be far apart in time."""
 
-Ended = tuple[list[Tensor], list[dict[str, Any]]]
+Ended = tuple[list[Mean], list[dict[str, Any]]]
 """The mean weights of the replicas that end together, and the facts that each gives of its run."""
 Together = Callable[[Callable[[Network], Ended]], Ended]
 """Calls a function with the network of the replicas that end together, and may call it again with fewer if it fails."""
@@ -75,13 +73,9 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     parts = holders_of(trainer.settings).fragments(trainer.model, 1, trainable(trainer.model))
     own["parameters"] = sum(part.numel for part in parts)
 
-    @cache
-    def weights() -> list[Message]:
-        return [part.message(part.read()) for part in parts]
-
-    means, facts = together(lambda network: _met(trainer, network, weights, own))
-    for part, mean in zip(parts, means, strict=False):  # there are none where the weights stay as they are
-        part.write(mean)
+    means, facts = together(lambda network: _met(trainer, network, parts, own))
+    for mean in means:  # there are none where the weights stay as they are
+        mean.write(trainer.device)
     trainer.island.after_step()
     trainer.prune()
     scale = _assembled(trainer, len(facts))
@@ -130,49 +124,19 @@ def _memory(fitted: MemoryEvent) -> dict[str, Any]:
     return {name: getattr(fitted, name) for name in names}
 
 
-def _met(trainer: Trainer, network: Network, weights: Callable[[], list[Message]], facts: dict[str, Any]) -> Ended:
+def _met(trainer: Trainer, network: Network, parts: Sequence[Fragment], facts: dict[str, Any]) -> Ended:
     """The mean of the weights of those on a network, and what they tell; no mean for one who is alone.
 
     Raises PeerLostError.
     """
-    own = weights() if len(network.members()) > 1 else []  # a model that just fits leaves no room for a copy
-    deadline = DEADLINES_AT_THE_END * trainer.settings.network.deadline
-    holders = _holders(trainer.settings, network, len(own), deadline)
-    means = [_mean(network, part, who, deadline) for part, who in zip(own, holders, strict=False)]
-    off = sum(squares_apart(part.flat, mean) for part, mean in zip(own, means, strict=True))
+    settings, means = trainer.settings, list[Mean]()
+    deadline = DEADLINES_AT_THE_END * settings.network.deadline
+    if len(network.members()) > 1:
+        means = Averaging(network, parts, mean_home(settings.island), deadline).means(bool(settings.core.core))
+    off = sum(mean.apart for mean in means)
     numel, deviation = trainer.island.total(torch.tensor([facts["parameters"], off], dtype=torch.float64)).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}
     return means, facts_of_replicas(network, facts, "summary", deadline)
-
-
-def _holders(settings: Settings, network: Network, parts: int, deadline_s: float) -> list[Group | None]:
-    """Who holds the core, and who the rest of the model; None for all, as of a model without a core."""
-    if not settings.core.core:
-        return [None]
-    told = all_gather_facts(network, parts, "parts at the end", deadline_s)
-    return [None, tuple(rank for rank, held in told.items() if held > 1)]
-
-
-def _mean(network: Network, own: Message, holders: Group | None, deadline_s: float) -> Tensor:
-    """The mean of what a network's replicas, or those who hold it, have of some cells."""
-    if holders is not None:
-        return _mean_of_column(Column(network, tuple(own.names), "the rest"), own, holders, deadline_s).flat
-    columns, mean = Columns(network), own.like(torch.empty_like(own.flat))
-    columns.meet(own.names, [], "layouts at the end", deadline_s)
-    for column in columns.of(network.members(), own.names):
-        mean.put(_mean_of_column(column, own.part(column.cells), None, deadline_s))
-    return mean.flat
-
-
-def _mean_of_column(column: Column, part: Message, holders: Group | None, deadline_s: float) -> Message:
-    """The mean of what the replicas that can be reached, or those of them who hold it, have of a column's cells."""
-    network, key = column.network, column.key("average at the end")
-
-    def average(members: Group) -> Tensor:
-        group = members if holders is None else tuple(rank for rank in members if rank in holders)
-        return network.all_reduce(part.flat.clone(), group, f"{key} of {group}").wait(deadline_s)
-
-    return part.like(among_members(network, average))
 
 
 def _summary(
