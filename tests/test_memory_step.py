@@ -114,9 +114,20 @@ def test_where_the_host_does_not_update_beside_the_computing_the_next_step_waits
 
 def test_passes_in_flight_and_gradients_of_passes_before_are_there_all_the_time() -> None:
     layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
-    one, several = alike(layer), replace(alike(layer), in_flight=3, accumulates=True)
+    one, several = alike(layer), replace(alike(layer), in_flight=3, passes=2)
     state = COUNT * (10 + 20 + 10)
     for mode, stays, again in (("keep", 100, 0), ("recompute", 10, 90), ("move", 0, 100)):
         found = step_of(several, mode, prefetch=0)
-        assert found.seconds == step_of(one, mode, prefetch=0).seconds
+        assert found.seconds == step_of(one, mode, prefetch=0).seconds - COUNT * layer.near_step_s / 2
         assert found.peak_bytes == state + 3 * COUNT * stays + again
+
+
+def test_of_a_steps_passes_each_has_its_part_of_what_the_updates_take() -> None:
+    layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
+    one = replace(alike(layer), beside=False)
+    four = replace(one, passes=4)
+    # The last layer's gradient leaves in each pass; all are updated, and the last one's weights come back, once a step.
+    assert step_of(one, "keep", "optimizer-far").seconds == COUNT * 6 + 1 + 3 * COUNT + 1
+    assert step_of(four, "keep", "optimizer-far").seconds == COUNT * 6 + 1 + (3 * COUNT + 1) / 4
+    moments = [step_of(profile, "keep", "moments-far").seconds - COUNT * 6 for profile in (one, four)]
+    assert moments[1] == moments[0] / 4 > 0

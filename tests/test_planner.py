@@ -393,11 +393,70 @@ def test_a_run_that_does_not_fit_is_fitted_at_a_cost_in_time(tmp_path: Path) -> 
     assert roomy.choice.fit is None and roomy.choice.settings.island.memory == ""
     tight = alone(RESERVED / 1e9 + 0.6 * (roomy.memory - RESERVED) / 1e9)
     fit, settings = tight.choice.fit, tight.choice.settings
-    assert tight.memory == fit.plan.peak_bytes < 0.6 * roomy.memory + 0.4 * RESERVED
-    assert 1 <= fit.ratio < 1.5 and tight.step == pytest.approx(fit.ratio * roomy.step)
+    assert tight.memory == fit.peak_bytes < 0.6 * roomy.memory + 0.4 * RESERVED
+    assert 1 <= tight.slower < 1.5 and tight.step == pytest.approx(tight.slower * roomy.step)
     assert settings.rounds.outer_device == "cpu" and settings.island.memory.endswith("MB")
     assert float(settings.island.memory[:-2]) * 1e6 <= tight.memory
     assert f"--memory {settings.island.memory}" in flags(settings)
+
+
+def wide(folder: Path) -> str:
+    """A model whose weights are what counts: 26 million, and little computing."""
+    path = folder / "wide"
+    sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 2}
+    LlamaConfig(**sizes, vocab_size=320, max_position_embeddings=512).save_pretrained(path)
+    return str(path)
+
+
+SHORT: dict[str, Any] = {"batch_tokens": 32, "sequence_length": 32, "tokens": 12 * 32}
+PROCESSOR = '[[machines]]\ncount = 1\ndevice = "cpu"\nmemory_gb = 0.45\ntflops = 0.05\nhost_gbps = 8\n'
+
+
+def states_of(found: Any) -> set[str]:
+    return {layer.state for stage in found.choice.fit.plans for layer in stage.layers}
+
+
+@pytest.mark.slow
+def test_gradients_and_weights_are_far_where_training_can_have_them_there(tmp_path: Path) -> None:
+    """Weights of a GPU never are, nor gradients that are exchanged, or those of stages."""
+    asked: dict[str, Any] = {"model": wide(tmp_path), **SHORT}
+    (only,), _, _ = plan(options(tmp_path / "m.toml", PROCESSOR, far_folder="far", **asked))
+    weights = 4 * architecture_of(asked["model"]).parameters
+    assert "weights-far" in states_of(only) and only.memory <= 0.45e9 and only.slower > 1
+    assert only.choice.fit.far_bytes > weights
+    assert flags(only.choice.settings).endswith("--memory 450MB --far-folder far")
+    with pytest.raises(UserError, match=r"does not fit: .* GB of 0\.45, and 0\.\d+ with a plan of the memory"):
+        plan(options(tmp_path / "m.toml", PROCESSOR, **asked))
+    gpus = "[[machines]]\ncount = {}\nmemory_gb = 1.15\ntflops = 0.05\n"
+    (only,), _, _ = plan(options(tmp_path / "m.toml", gpus.format(1), **asked))
+    assert "optimizer-far" in states_of(only) and "weights-far" not in states_of(only)
+    asked |= {"batch_tokens": 64 * 4}
+    plans, failures, _ = plan(options(tmp_path / "m.toml", gpus.format(2), methods="ddp,diloco", **asked))
+    for found in plans:
+        whole = found.choice.layout.stages == 1 and not found.choice.method.takes_gradients
+        assert found.choice.fit is None or whole or states_of(found) <= {"near", "moments-far"}
+    assert any(f.method == "ddp" and "with a plan of the memory" in f.reason for f in failures)
+
+
+@pytest.mark.slow
+def test_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
+    """For as many microbatches as wait in it; what a worker has is enough for no stage that keeps all."""
+    text = "[[machines]]\ncount = 2\nmemory_gb = {}\ntflops = 1\nhost_gbps = 1"
+    asked: dict[str, Any] = {"model": "small", "micro_batch": 16, "sequence_length": 1024, "methods": "noloco"}
+
+    def divided(memory: float) -> Any:
+        plans, _, _ = plan(options(tmp_path / "m.toml", text.format(memory), **asked))
+        return next(p for p in plans if (p.choice.layout.stages, p.choice.layout.shards) == (2, 1))
+
+    roomy = divided(24)
+    tight = divided(RESERVED / 1e9 + 0.5 * (roomy.memory - RESERVED) / 1e9)
+    first, last = tight.choice.fit.plans
+    assert [len(one.layers) for one in (first, last)] == [
+        span.end - span.begin for span in architecture_of("small").spans(2)
+    ]
+    kept = [sum(layer.mode == "keep" for layer in one.layers) for one in (first, last)]
+    assert kept[0] < kept[1]  # two microbatches wait in the first
+    assert roomy.choice.fit is None and 1 <= tight.slower < 1.5 and tight.memory < roomy.memory
 
 
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def plan(arguments: list[str]) -> None:
 
     from farflung.planner.command import commands
     from farflung.planner.plan import plan as make_plans
-    from farflung.planner.printed import best_per_method, plan_table, reasons, where
+    from farflung.planner.printed import best_per_method, fitted, plan_table, reasons, where
 
     plans, failures, cluster = make_plans(options)
     listed = best_per_method(plans, options.show)
@@ -30,9 +30,8 @@ def plan(arguments: list[str]) -> None:
     if plans[0].placed:
         print("\n* stages placed on the links that suit them; the best:")
         print("\n".join(f"  {line}" for line in where(plans[0], cluster)))
-    if fitted := [(number, plan.choice.fit) for number, plan in enumerate(listed, start=1) if plan.choice.fit]:
-        print("\nwith a plan of the memory (docs: Memory):")
-        print("\n".join(f"  {number} {fit.told}" for number, fit in fitted))
+    if lines := fitted(listed):
+        print("\n" + "\n".join(lines))
     told = "URL is the folder" if options.folder else "HOST0 is the address of the machine of node rank 0"
     print(f"\nto start them ({told}; add --data):")
     for number, one in enumerate(listed, start=1):

@@ -88,13 +88,13 @@ class Record:
             raise UserError(f"{path} holds no plan of memory: {error}; remove it, and a new one is made") from error
 
 
-def described(plan: Plan) -> str:
-    """A plan in words."""
-    counts = Counter(layer.mode for layer in plan.layers)
+def described(layers: Sequence[LayerPlan]) -> str:
+    """A plan of layers in words."""
+    counts = Counter(layer.mode for layer in layers)
     told = [f"{counts[mode]} {words}" for mode, words in WORDS.items() if counts[mode]]  # type: ignore[index]
-    states = Counter(layer.state for layer in plan.layers)
+    states = Counter(layer.state for layer in layers)
     far = [f"the {what} of {states[state]} are far" for state, what in FAR.items() if states[state]]
-    return "; ".join([f"of {len(plan.layers)} layers, {', '.join(told)}", *far])
+    return "; ".join([f"of {len(layers)} layers, {', '.join(told)}", *far])
 
 
 class Fitted:
@@ -113,31 +113,24 @@ class Fitted:
         self._states: list[FarMoments | FarUpdates | FarWeights] = []
         self._updates: FarUpdates | None = None
 
-    @property
-    def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
-        """What this machine can do: with one memory and no folder, nothing is farther than another thing."""
-        processor = self._model.device.type == "cpu"
-        if processor and not self._folder:
-            return ("keep", "recompute"), ("near",)
-        # Weights of a GPU that are far would have to come for rounds, too, and for whatever else reads them.
-        states = STATES[:2] if self._near_gradients else STATES if processor else STATES[:3]
-        return MODES, states
-
     def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
         """Measures the model, and plans a step. Raises UserError where the memory is too little."""
         device, state = self._model.device, tensors_in([*self._optimizer.state.values()])
         own = [value for value in (*map(own_of, self._model.whole.parameters()), *state) if value.device == device]
         profile = profiled(self._model, self._copies, passes, max(in_use(device) - bytes_of(own), 0))
-        allowed, places = self._choices
+        allowed, places = self._choices()
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
         return Record(memory, cap, passes, self._folder, plan, profile, device.type)
 
     def smaller(self, record: Record, clip: bool) -> Record:
         """Another plan, with less memory than one for which there was no room. Raises UserError."""
         cap = int(LESS * min(record.cap_bytes, record.plan.peak_bytes))
-        allowed, states = self._choices
+        allowed, states = self._choices()
         plan = search(record.profile, cap, clip=clip, modes=allowed, states=states)
         return replace(record, cap_bytes=cap, plan=plan)
+
+    def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
+        return choices_of(self._model.device.type, bool(self._folder), self._near_gradients)
 
     def carry_out(self, record: Record) -> None:
         """Has the model compute as a plan says. Raises UserError where the far folder has no room for it."""
@@ -203,6 +196,15 @@ class Fitted:
             self._states += [weights, self._updates]
         if far := having("moments-far"):
             self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
+
+
+def choices_of(device: str, folder: bool, near_gradients: bool) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
+    """What can become of layers on a kind of device: with one memory and no folder, nothing is far from anything."""
+    processor = device == "cpu"
+    if processor and not folder:
+        return ("keep", "recompute"), ("near",)
+    # Weights of a GPU that are far would have to come for rounds, too, and for whatever else reads them.
+    return MODES, STATES[:2] if near_gradients else STATES if processor else STATES[:3]
 
 
 def far_bytes(cost: LayerCost, plan: LayerPlan, in_flight: int) -> int:

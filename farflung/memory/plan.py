@@ -37,7 +37,7 @@ class Plan:
         prefetch_bytes: how much of what is moved may be near beyond what stays: in all, saved tensors, and weights and
             moments that come and go, never take more than what kept layers save, plus this. See `simulate`.
         peak_bytes: the most of the device's memory at any time.
-        seconds: of a step.
+        seconds: of a step, or of one of its passes: see Profile.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes in one step.
+    """What a layer takes in one forward and backward pass, and when the optimizer steps it.
 
     Args:
         forward_s, backward_s: computing, without computing anything again.
@@ -81,7 +81,8 @@ class Profile:
         beside: whether the host updates layers whose optimizer is far beside the computing of this step and the next;
             else it does so between them, and what it updates a layer with is near meanwhile.
         in_flight: forward passes that wait for their backward passes, at most.
-        accumulates: whether gradients of passes before are there from the beginning of one.
+        passes: forward and backward passes in a step. Plans are of one of them, and of that part of the optimizer's
+            step; where there are several, gradients of passes before are there from the beginning of one.
     """
 
     layers: tuple[LayerCost, ...]
@@ -92,7 +93,7 @@ class Profile:
     fixed_bytes: int
     beside: bool = True
     in_flight: int = 1
-    accumulates: bool = False
+    passes: int = 1
 
     @cached_property
     def chain(self) -> tuple[LayerCost, ...]:

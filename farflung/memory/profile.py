@@ -61,7 +61,7 @@ class Seen:
 
 
 def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) -> Profile:
-    """What a model's step takes: one of its `passes` forward and backward, and that part of the optimizer's step.
+    """What a model's step takes: one of its `passes` forward and backward, and the optimizer's step.
 
     `besides` are bytes that the device holds all the time beside weights, gradients and moments. It computes gradients
     of its own, and leaves weights, gradients and random numbers as they are.
@@ -75,13 +75,9 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
     costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
     out_s, in_s = _speeds(copies, model.device)
     if model.device.type == "cpu":  # whose far state comes from files, and goes there
-        costs = [replace(cost, far_step_s=cost.far_step_s + _through_files(cost, out_s, in_s)) for cost in costs]
-    first, *layers = (
-        replace(cost, near_step_s=cost.near_step_s / passes, far_step_s=cost.far_step_s / passes)
-        for cost in (first, *costs)
-    )
+        costs = [through_files(cost, out_s, in_s) for cost in costs]
     return Profile(
-        layers=tuple(layers),
+        layers=tuple(costs),
         before=first,
         head=last,
         out_bytes_s=out_s,
@@ -89,13 +85,14 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
         fixed_bytes=besides + working,
         beside=False,
         in_flight=model.in_flight,
-        accumulates=passes > 1,
+        passes=passes,
     )
 
 
-def _through_files(cost: LayerCost, out_s: float, in_s: float) -> float:
-    """Seconds in which a layer's gradients and moments come, and its moments go."""
-    return (cost.gradient_bytes + cost.moment_bytes) / in_s + cost.moment_bytes / out_s
+def through_files(cost: LayerCost, out_bytes_s: float, in_bytes_s: float) -> LayerCost:
+    """A layer whose gradients and moments come from files before a step of its far optimizer, and its moments go."""
+    seconds = (cost.gradient_bytes + cost.moment_bytes) / in_bytes_s + cost.moment_bytes / out_bytes_s
+    return replace(cost, far_step_s=cost.far_step_s + seconds)
 
 
 @dataclass(frozen=True)

@@ -137,19 +137,19 @@ class _Trials:
 
     def _at_least(self, layers: Layers) -> float:
         """Seconds that nothing could be faster than: those of each of the four that work at the same time."""
-        profile = self._profile
+        profile, part = self._profile, 1 / self._profile.passes
         compute = sum(cost.forward_s + cost.backward_s for cost in profile.chain)
-        compute += profile.before.near_step_s + profile.head.near_step_s
+        compute += part * (profile.before.near_step_s + profile.head.near_step_s)
         out = back = host = 0.0
         for cost, layer in zip(profile.layers, layers, strict=True):
             compute += cost.forward_s * (layer.mode in ("recompute", "recompute-moved"))
             moved = {"move": cost.saved_bytes, "recompute-moved": cost.input_bytes}.get(layer.mode, 0)
             near = layer.state in ("near", "moments-far")
-            moments = cost.moment_bytes * (layer.state == "moments-far")
-            compute += cost.near_step_s * near
-            host += cost.far_step_s * (not near)
+            moments = part * cost.moment_bytes * (layer.state == "moments-far")
+            compute += part * cost.near_step_s * near
+            host += part * cost.far_step_s * (not near)
             out += moved + moments + cost.gradient_bytes * (not near)
-            weights = {"optimizer-far": 1, "weights-far": 2}.get(layer.state, 0)
+            weights = {"optimizer-far": part, "weights-far": 2}.get(layer.state, 0)
             back += moved + moments + cost.weight_bytes * weights
         return max(compute, out / profile.out_bytes_s, back / profile.in_bytes_s, host)
 

@@ -47,7 +47,8 @@ def simulate(
     a time, or one layer's. Gradients of layers whose optimizer is far leave at once, and the host updates them: with
     `clip` when all gradients are known, else as they come. Of what is ready the smallest layer goes first, since the
     next forward pass waits for it; or the largest, whose gradient came first. Where the host does not update beside
-    the computing, it does so after the backward pass and before all else.
+    the computing, it does so after the backward pass and before all else. Of a step's several passes each is taken to
+    have its part of what the updates take.
     """
     building = _Building(profile, plan, clip, smallest_first)
     far = any(layer.state != "near" for layer in plan)
@@ -105,6 +106,7 @@ class _Building:
     def __init__(self, profile: Profile, plan: Sequence[LayerPlan], clip: bool, smallest_first: bool) -> None:
         self._profile, self._clip = profile, clip
         self._sign = 1 if smallest_first else -1
+        self._part = 1 / profile.passes
         self._chain = list(zip(profile.chain, (KEPT, *plan, KEPT), strict=True))
         self.compute: list[_Task] = []
         self.weights: list[_Task] = []
@@ -129,7 +131,7 @@ class _Building:
 
     def _accumulates(self, layer: LayerPlan) -> bool:
         """Whether a layer's gradient is near all the time."""
-        return self._profile.accumulates and layer.state in ("near", "moments-far")
+        return self._profile.passes > 1 and layer.state in ("near", "moments-far")
 
     def _forward(self, number: int) -> _Task | None:
         """A layer's forward pass, and the copy of what it saves out, if any."""
@@ -179,14 +181,15 @@ class _Building:
             for cost, layer in self._chain:
                 if layer.state != ("moments-far" if far else "near"):
                     continue
-                task = _Task(COMPUTE, cost.near_step_s, frees=cost.gradient_bytes * (not self._accumulates(layer)))
+                seconds = self._part * cost.near_step_s
+                task = _Task(COMPUTE, seconds, frees=cost.gradient_bytes * (not self._accumulates(layer)))
                 self.compute.append(task)
                 if far:
                     nbytes = cost.moment_bytes
-                    came = _Task(IN, nbytes / self._profile.in_bytes_s, allocates=nbytes).after([last])
+                    came = _Task(IN, self._part * nbytes / self._profile.in_bytes_s, allocates=nbytes).after([last])
                     self.moments.append(came)
                     task.after([came])
-                    seconds = nbytes / self._profile.out_bytes_s
+                    seconds = self._part * nbytes / self._profile.out_bytes_s
                     _Task(OUT, seconds, frees=nbytes, first=MOMENTS).after([task])
 
     def _far_updates(self, leaving: list[_Task], last: _Task) -> None:
@@ -198,9 +201,11 @@ class _Building:
             cost, layer = self._chain[number]
             first = (0, self._sign * number)
             near = (not beside) * (cost.gradient_bytes + cost.moment_bytes)
-            task = _Task(HOST, cost.far_step_s, allocates=near, frees=near, first=first).after([known or left])
+            seconds = self._part * cost.far_step_s
+            task = _Task(HOST, seconds, allocates=near, frees=near, first=first).after([known or left])
             if layer.state == "optimizer-far":
-                task = _Task(IN, cost.weight_bytes / self._profile.in_bytes_s, first=first).after([task])
+                seconds = self._part * cost.weight_bytes / self._profile.in_bytes_s
+                task = _Task(IN, seconds, first=first).after([task])
             self._updated[number] = task
         if not beside and numbers:
             self.compute.append(_Task(COMPUTE, 0.0).after(self._updated.values()))

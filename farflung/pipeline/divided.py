@@ -124,9 +124,8 @@ class DividedIsland(Island):
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose forward passes wait for their backward passes, at most; of one piece in each process."""
-        all_of_them = self.settings.pipeline_schedule == "gpipe"
-        return self._microbatches if all_of_them else min(self._microbatches, self._count - self.coordinates.stage)
+        """See IslandSettings.in_flight."""
+        return self.settings.in_flight(self.coordinates.stage)
 
     def layers(self) -> list[nn.Module]:
         """This process's layers of the model, in their order."""

@@ -113,6 +113,23 @@ class IslandSettings(Checked):
         return self.microbatches or (2 * self.stages if self.stages > 1 and self.stepping != "asynchronous" else 1)
 
     @property
+    def unplanned(self) -> str:
+        """What of these settings no plan of memory is made for yet; "" where nothing is."""
+        unfit = {
+            "shards": any(shape.shards > 1 for shape in self.shapes()),
+            f"pipeline_schedule {self.pipeline_schedule}": self.pipeline_schedule not in ("1f1b", "gpipe"),
+            "swarm": self.swarm,
+            "offload": self.offload,
+            "recompute": self.recompute,
+            "compile": self.compile,
+        }
+        return next((name for name, chosen in unfit.items() if chosen), "")
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches whose forward passes wait for their backward passes, at most; of one piece in each process."""
+        return self.parts if self.pipeline_schedule == "gpipe" else min(self.parts, self.stages - stage)
+
+    @property
     def pieces(self) -> int:
         """Pieces that a model is cut into."""
         return self.stages * PIECES_EACH[self.pipeline_schedule]

@@ -122,11 +122,10 @@ def _powers(most: int) -> list[int]:
 class Feasibility:
     """Says why choices cannot work; what does not depend on the method is checked once for each layout."""
 
-    def __init__(self, model: Architecture, cluster: Cluster) -> None:
-        self._model = model
-        self._cluster = cluster
+    def __init__(self, model: Architecture, cluster: Cluster, far_folder: str) -> None:
+        self._model, self._cluster, self._far_folder = model, cluster, far_folder
         self._refused: dict[tuple[int, int], str] = {}
-        self._fitting = Fitting(model)
+        self._fitting = Fitting()
 
     def checked(self, choice: Choice) -> Choice | Infeasible:
         """A choice that can work, as it is or with a plan of its memory; or why it cannot."""
@@ -141,17 +140,33 @@ class Feasibility:
         needed, worker = memory_bytes(model, island, choice.method, length), self._worker(layout)
         if needed <= worker.memory:
             return choice
-        if fit := self._fitting.fit(island, length, worker):
-            return replace(choice, settings=with_memory(settings, choice.method.exchanges, worker), fit=fit)
         reason = f"does not fit: {needed / 1e9:.3g} GB of {worker.memory / 1e9:.3g}"
-        return Infeasible(settings.rounds.method, layout, reason)
+        if unplanned := island.unplanned or self._unlike(layout):
+            told = f"{reason}, and no plan of memory is made with {unplanned}"
+            return Infeasible(settings.rounds.method, layout, told)
+        fit = self._fitting.fit(model, settings, choice.method, worker)
+        if fit.peak_bytes > worker.memory:
+            told = f"{reason}, and {fit.peak_bytes / 1e9:.3g} with a plan of the memory"
+            return Infeasible(settings.rounds.method, layout, told)
+        return replace(choice, settings=with_memory(settings, choice.method.exchanges, worker), fit=fit)
+
+    def _unlike(self, layout: Layout) -> str:
+        """Devices that are not planned together, if any."""
+        devices = {self._cluster.each[number].device for number in layout.machines(self._cluster)}
+        return " beside ".join(sorted(devices)) if len(devices) > 1 else ""
 
     def _worker(self, layout: Layout) -> Worker:
         machines = [self._cluster.each[number] for number in layout.machines(self._cluster)]
+        flops = min(self._cluster.flops(worker) for island in layout.islands for worker in island)
+        device = machines[0].device
         return Worker(
+            device=device,
             memory=min(machine.memory_gb for machine in machines) * 1e9,
-            flops=min(self._cluster.flops(worker) for island in layout.islands for worker in island),
+            flops=flops,
             host_bytes=min(machine.host_gbps for machine in machines) * 125e6,
+            host_flops=flops if device == "cpu" else min(machine.host_tflops for machine in machines) * 1e12,
+            host_steps=min(machine.host_steps for machine in machines),
+            far_folder=self._far_folder,
         )
 
     def _refusal(self, choice: Choice) -> str:

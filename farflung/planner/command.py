@@ -51,8 +51,10 @@ def commands(choice: Choice, cluster: Cluster) -> list[str]:
 def _peers(settings: Settings) -> list[str]:
     """A run of peers that meet in a folder: memory is each one's own, and so many of them join."""
     usual = Settings()
-    shared = settings.changed(replicas=usual.run.replicas, memory=usual.island.memory)
-    own = f" --memory {shlex.quote(memory)}" if (memory := settings.island.memory) else ""
+    island = usual.island
+    shared = settings.changed(replicas=usual.run.replicas, memory=island.memory, far_folder=island.far_folder)
+    each = {"--memory": settings.island.memory, "--far-folder": settings.island.far_folder}
+    own = "".join(f" {flag} {shlex.quote(value)}" for flag, value in each.items() if value)
     return [
         f"farflung invite --name NAME --at URL --ticket NAME.ticket {flags(shared)}",
         f"farflung join NAME.ticket{own}   # on each of {settings.run.replicas} workers",

@@ -1,103 +1,186 @@
-"""Runs that fit into a worker's memory only by a plan of it: what of which layer moves or is computed again."""
+"""Runs that fit into a worker's memory only by a plan of it: what of which layer is far or is computed again."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from farflung.memory.fitted import described
-from farflung.memory.plan import LayerCost, LayerPlan, Plan, Profile, State
+from farflung.memory.fitted import choices_of, described, far_bytes
+from farflung.memory.plan import LayerCost, LayerPlan, Plan, Profile
+from farflung.memory.profile import through_files
 from farflung.memory.search import leanest, search
 from farflung.memory.step import simulate
-from farflung.pipeline.settings import IslandSettings
+from farflung.outer import Method, kept_bytes
 from farflung.planner.architecture import Architecture, Block
-from farflung.planner.memory import COPY, LOGITS, RESERVED
+from farflung.planner.memory import COPY, LOGITS, RESERVED, copied_bytes, frozen_bytes
 from farflung.planner.saved import counted
 from farflung.planner.step import sequences_of
+from farflung.planner.updates import updates_of
 from farflung.settings import Settings
 from farflung.workloads.base import Span
 
-STATES: tuple[State, ...] = ("near", "moments-far")
-"""Where training can have a layer's state."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A plan that fits, and how many times as long a step takes as one that keeps all would."""
-
-    plan: Plan
-    ratio: float
-
-    @property
-    def told(self) -> str:
-        """In words."""
-        needed = f"{self.plan.peak_bytes / 1e9:.3g} GB at {self.ratio:.2f} of the time of keeping all"
-        return f"fits in {needed}: {described(self.plan)}"
+RUNTIME = {"gpu": RESERVED, "cpu": 0.36e9}
+"""Bytes that a worker's runtime takes, by its device: a process on a processor has libraries and data."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """The memory of the smallest, bytes; the operations and the bytes to and from the host of the slowest, a second."""
+    """The least that any worker of a layout has.
 
+    Args:
+        device: gpu or cpu.
+        memory: bytes.
+        flops: operations a second.
+        host_bytes: copied to what is far and back, both ways at once, bytes a second.
+        host_flops: operations a second of its part of the host.
+        host_steps: parameters a second for which that makes a step of AdamW.
+        far_folder: where what is far lies; "" for the host's memory.
+    """
+
+    device: str
     memory: float
     flops: float
     host_bytes: float
+    host_flops: float
+    host_steps: float
+    far_folder: str
+
+    @property
+    def told(self) -> str:
+        """What is assumed of the host, in words."""
+        steps, flops, copies = self.host_steps / 1e6, self.host_flops / 1e12, self.host_bytes / 1e9
+        told = f"a host steps {steps:.3g} million parameters a second, computes {flops:.3g} TFLOP/s"
+        return f"{told} and copies {copies:.3g} GB/s each way"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan of each stage's memory.
+
+    Args:
+        worker: what it is made for.
+        slower: how many times as long each stage computes as it would with all kept and near.
+        far_bytes: what is far of a stage, at most.
+    """
+
+    worker: Worker
+    plans: tuple[Plan, ...]
+    slower: tuple[float, ...]
+    far_bytes: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of a worker's memory, at most."""
+        return max(plan.peak_bytes for plan in self.plans)
+
+    def told(self, ratio: float) -> str:
+        """In words, where a step takes so many times as long."""
+        layers = tuple(layer for plan in self.plans for layer in plan.layers)
+        cost = f"{self.peak_bytes / 1e9:.3g} GB at {ratio:.2f} of the time of keeping all"
+        far = f" with {self.far_bytes / 1e9:.3g} GB a worker far" if self.far_bytes else ""
+        return f"fits in {cost}{far}: {described(layers)}"
 
 
 class Fitting:
-    """Plans of one model's memory, each searched for once."""
+    """Plans of memory such as training makes, each searched for once."""
 
-    def __init__(self, model: Architecture) -> None:
-        self._model = model
-        self._known: dict[tuple[Worker, int, int, str], Fit | None] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple[Profile, float, bool, tuple[str, ...]], Plan] = {}
 
-    def fit(self, island: IslandSettings, length: int, worker: Worker) -> Fit | None:
-        """With anchors and outer state on the host. None where no plan fits, or none is made for such an island."""
-        if island.divided or island.recompute or island.offload or island.compile or island.swarm:
-            return None
-        key = worker, sequences_of(island), island.parts, island.precision
-        if key not in self._known:
-            self._known[key] = self._searched(self._profile(island, length, worker), worker, island)
-        return self._known[key]
-
-    def _searched(self, profile: Profile, worker: Worker, island: IslandSettings) -> Fit | None:
+    def fit(self, model: Architecture, settings: Settings, method: Method, worker: Worker) -> Fit:
+        """The plans found, which may need more than there is. On a GPU with anchors and outer state on the host."""
+        island = settings.island
+        stages = [_Stage(model, settings, method, worker, *one) for one in enumerate(model.spans(island.stages))]
+        modes, states = choices_of(worker.device, bool(worker.far_folder), method.takes_gradients or island.stages > 1)
         clip = island.clip > 0
-        if leanest(profile, clip=clip, states=STATES).peak_bytes > worker.memory:
-            return None
-        plan = search(profile, int(worker.memory), clip=clip, states=STATES)
 
-        def seconds(layers: tuple[LayerPlan, ...]) -> float:
-            return simulate(profile, layers, prefetch_bytes=plan.prefetch_bytes, clip=clip).seconds
+        def keeping(stage: _Stage) -> float:
+            layers = (LayerPlan(),) * len(stage.profile.layers)
+            return simulate(stage.profile, layers, prefetch_bytes=0, clip=clip).seconds
 
-        # Moments come and go once a step, which is several passes where it has microbatches.
-        one_pass = seconds(tuple(LayerPlan(layer.mode) for layer in plan.layers))
-        step = one_pass * (island.parts - 1) + plan.seconds
-        return Fit(plan, step / (island.parts * seconds((LayerPlan(),) * len(plan.layers))))
+        def plan(stage: _Stage) -> Plan:
+            key = stage.profile, worker.memory, clip, states
+            if key not in self._known:
+                self._known[key] = search(stage.profile, int(worker.memory), clip=clip, modes=modes, states=states)
+            return self._known[key]
 
-    def _profile(self, island: IslandSettings, length: int, worker: Worker) -> Profile:
-        """Of one microbatch; the gradients of several are there all the time."""
-        model, sequences = self._model, sequences_of(island)
-        tokens, one = sequences * length, island.parts == 1
-        saved = counted(model, sequences, length, island.precision)
+        plans = [leanest(stage.profile, clip=clip, modes=modes, states=states) for stage in stages]
+        if all(one.peak_bytes <= worker.memory for one in plans):
+            plans = [plan(stage) for stage in stages]
+        seconds = [one.seconds / keeping(stage) for one, stage in zip(plans, stages, strict=True)]
+        far = max(stage.far_bytes(one) for one, stage in zip(plans, stages, strict=True))
+        return Fit(worker, tuple(plans), tuple(seconds), far)
 
-        def cost(block: Block, span: Span, saves: int) -> LayerCost:
-            forward = model.flops_per_token(span, length) * tokens / worker.flops / 3
-            weights = COPY * block.parameters
-            sizes = (saves, min(saves, saved.input), weights, weights * one, 2 * weights)
-            return LayerCost(forward, 2 * forward, *sizes, near_step_s=0.0, far_step_s=0.0)
 
-        layers = tuple(
-            cost(block, Span(number, number + 1, first=False, last=False), saves)
-            for number, (block, saves) in enumerate(zip(model.layers, saved.layers, strict=True))
+class _Stage:
+    """What a stage's step takes: one of its microbatches, and the optimizer's step.
+
+    Attributes:
+        profile: as training would measure it.
+    """
+
+    def __init__(
+        self, model: Architecture, settings: Settings, method: Method, worker: Worker, number: int, span: Span
+    ) -> None:
+        island, self._length = settings.island, settings.workload.sequence_length
+        self._model, self._worker, self._inner = model, worker, method.inner
+        sequences = sequences_of(island)
+        self._tokens, self._in_flight = sequences * self._length, island.in_flight(number)
+        saved = counted(model, sequences, self._length, island.precision)
+        # A processor is its own host, and gradients are exchanged from where they are.
+        near = worker.device == "cpu" or method.takes_gradients
+        rounds = kept_bytes(method, model.stage_cells(span))
+        self._rounds_far = 0.0 if near else rounds
+        fixed = RUNTIME[worker.device] + saved.working + rounds * near
+        numbers = range(span.begin, span.end)
+        logits = self._tokens * model.vocabulary * LOGITS
+        self.profile = Profile(
+            layers=tuple(self._layer(number, saved.layers[number], saved.input) for number in numbers),
+            before=self._cost(model.first, 0.0, 0) if span.first else NOTHING,
+            head=self._cost(model.last, self._forward_s(0, last=True), logits) if span.last else NOTHING,
+            out_bytes_s=worker.host_bytes,
+            in_bytes_s=worker.host_bytes,
+            fixed_bytes=int(fixed) + copied_bytes(model, span) + frozen_bytes(model, span),
+            beside=False,
+            in_flight=self._in_flight,
+            passes=island.parts,
         )
-        before = cost(model.first, Span(0, 0, first=True, last=False), 0)
-        head = cost(model.last, Span(0, 0, first=False, last=True), tokens * model.vocabulary * LOGITS)
-        fixed = int(RESERVED) + (0 if one else COPY * model.parameters)
-        return Profile(layers, before, head, worker.host_bytes, worker.host_bytes, fixed)
+
+    def far_bytes(self, plan: Plan) -> float:
+        """What is far of it."""
+        layers = zip(self.profile.layers, plan.layers, strict=True)
+        return self._rounds_far + sum(far_bytes(cost, layer, self._in_flight) for cost, layer in layers)
+
+    def _layer(self, number: int, saved_bytes: int, input_bytes: int) -> LayerCost:
+        cost = self._cost(self._model.layers[number], self._forward_s(number, last=False), saved_bytes, layer=True)
+        cost = replace(cost, input_bytes=min(saved_bytes, input_bytes))
+        rate = self._worker.host_bytes
+        return through_files(cost, rate, rate) if self._worker.device == "cpu" else cost
+
+    def _forward_s(self, begin: int, last: bool) -> float:
+        """Of a layer, or of the head."""
+        span = Span(begin, begin if last else begin + 1, first=False, last=last)
+        operations: float = self._model.flops_per_token(span, self._length) * self._tokens / 3
+        return operations / self._worker.flops
+
+    def _cost(self, block: Block, forward_s: float, saved_bytes: int, layer: bool = False) -> LayerCost:
+        worker, updates = self._worker, updates_of(self._inner, block.shapes, layer)
+        weights = COPY * updates.values
+        far_step_s = updates.values / worker.host_steps + updates.flops / worker.host_flops
+        # What a GPU's own step takes besides products of matrices is little.
+        near_step_s = far_step_s if worker.device == "cpu" else updates.flops / worker.flops
+        sizes = (saved_bytes, 0, weights, weights, updates.moment_bytes)
+        return LayerCost(forward_s, 2 * forward_s, *sizes, near_step_s, far_step_s)
+
+
+NOTHING = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)
 
 
 def with_memory(settings: Settings, exchanges: bool, worker: Worker) -> Settings:
     """The settings of a run that is to fit into a worker's memory, its anchors and outer state, if any, on the host."""
-    told = f"{math.floor((worker.memory - RESERVED) / 1e6)}MB"
-    rounds = replace(settings.rounds, outer_device="cpu") if exchanges else settings.rounds
-    return replace(settings, island=replace(settings.island, memory=told), rounds=rounds)
+    on_gpu = worker.device == "gpu"
+    # What a GPU's runtime takes is not torch's to give.
+    told = f"{math.floor((worker.memory - RESERVED * on_gpu) / 1e6)}MB"
+    rounds = replace(settings.rounds, outer_device="cpu") if exchanges and on_gpu else settings.rounds
+    island = replace(settings.island, memory=told, far_folder=worker.far_folder)
+    return replace(settings, island=island, rounds=rounds)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +32,10 @@ class Machines:
         memory_gb: of each worker, gigabytes (10^9 bytes).
         tflops: of each worker, 10^12 operations a second at best, in the precision that is trained in.
         efficiency: the share of `tflops` that training reaches within a stage.
-        host_gbps: between each worker and its machine's memory, each way, gigabits a second.
+        device: what the workers are, gpu or cpu; a processor's memory is the machine's own.
+        host_gbps: between each worker and its machine's memory, or its far folder, each way, gigabits a second.
+        host_tflops: of each worker's part of its machine's processors, 10^12 operations a second that they reach.
+        host_steps: parameters a second for which such a part makes a step of AdamW.
         inside_gbps: between the workers of one machine, gigabits a second.
         network_gbps: of each machine's network, each way, gigabits a second.
         price_per_hour: of one machine; needs a currency.
@@ -44,14 +48,17 @@ class Machines:
     workers: int = 1
     efficiency: float = 0.4
     inside_gbps: float = 200.0
+    device: Literal["gpu", "cpu"] = "gpu"
     host_gbps: float = 160.0
+    host_tflops: float = 0.5
+    host_steps: float = 400e6
     network_gbps: float = 10.0
     price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "workers"):
             check_number(name, getattr(self, name), 1, MOST_MACHINES)
-        for name in ("memory_gb", "tflops", "host_gbps", "inside_gbps", "network_gbps"):
+        for name in ("memory_gb", "tflops", "host_gbps", "host_tflops", "host_steps", "inside_gbps", "network_gbps"):
             check_number(name, getattr(self, name), SMALLEST)
         check_number("efficiency", self.efficiency, SMALLEST, 1.0)
         if self.price_per_hour is not None:

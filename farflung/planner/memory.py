@@ -33,21 +33,30 @@ def _stage_bytes(
     model: Architecture, island: IslandSettings, method: Method, length: int, stage: int, span: Span
 ) -> float:
     parameters = sum(part.parameters for part in model.parts(span))
-    copied = math.prod(model.tied) if model.tied and span.last and not span.first else 0
-    kept = parameters * TRAINED + kept_bytes(method, model.stage_cells(span)) + copied * 2 * COPY
+    kept = parameters * TRAINED + kept_bytes(method, model.stage_cells(span)) + copied_bytes(model, span)
     whole = 0.0
     if island.shard > 1 or island.offload:
         # FSDP keeps a stage's weights and summed gradients whole until the last microbatch is through.
-        whole = 2.0 * COPY * (parameters + copied)
+        whole = 2.0 * COPY * parameters + copied_bytes(model, span)
         kept = 0.0 if island.offload else kept / island.shard
-    frozen = sum(buffer.numel() for buffer in model.outline.get_input_embeddings().buffers()) if span.first else 0
-    return kept + whole + COPY * frozen + activation_bytes(model, island, length, stage, span) + RESERVED
+    return kept + whole + frozen_bytes(model, span) + activation_bytes(model, island, length, stage, span) + RESERVED
+
+
+def copied_bytes(model: Architecture, span: Span) -> int:
+    """Of a last stage's copy of tied embeddings, and its gradient, which the first stage steps."""
+    return 2 * COPY * math.prod(model.tied) if model.tied and span.last and not span.first else 0
+
+
+def frozen_bytes(model: Architecture, span: Span) -> int:
+    """Of what a first stage has of a subspace's embeddings besides what it trains."""
+    numbers: int = sum(buffer.numel() for buffer in model.outline.get_input_embeddings().buffers())
+    return COPY * numbers * span.first
 
 
 def activation_bytes(model: Architecture, island: IslandSettings, length: int, stage: int, span: Span) -> float:
     """Bytes of the microbatches that have passed a stage and not yet come back, and of the largest tensors of one."""
     parts = island.parts
-    held = min(island.stages - stage, parts)
+    held = island.in_flight(stage)
     sequences = max(1, island.batch_size // (island.shard * parts))
     saved = counted(model, sequences, length, island.precision)
     layers = saved.layers[span.begin : span.end]

@@ -47,6 +47,8 @@ class PlanOptions(Checked):
     """Keep no layer's inner activations; compute them again in the backward pass."""
     offload: bool = False
     """Keep weights and the state of both optimizers on the CPU; the device holds only what it is computing with."""
+    far_folder: str = ""
+    """Where it fits with a plan of memory only: a folder for what has no room near; unset: a GPU's goes to its host."""
     folder: bool = False
     """Replicas meet in a folder, at the prices of the file's table [folder], or else at those of a common store."""
     batch_tokens: float = setting(524288, least=1, most=1e12)

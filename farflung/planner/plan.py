@@ -27,6 +27,7 @@ class Plan:
     """What a choice costs, in seconds and bytes; the price is None where machines have none.
 
     Args:
+        slower: how many times as long a step takes as one that keeps all in memory would.
         exchange: a round's exchange, all fragments one after the other.
         bytes_sent, bytes_inside: between islands, and between the stages of all islands, in the whole run.
         store: what the folder's requests and bytes cost, where replicas meet in one.
@@ -36,6 +37,7 @@ class Plan:
     choice: Choice
     memory: float
     step: float
+    slower: float
     exchange: float
     round: float
     blocked: float
@@ -52,7 +54,7 @@ def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
     """All choices that work, the fastest first; and those that fail. Raises UserError."""
     cluster = replace(read_cluster(options.machines), through_folder=options.folder)
     model = architecture_of(options.model, options.sequence_length, options.tokenizer or "bytes")
-    fitting = Feasibility(model, cluster)
+    fitting = Feasibility(model, cluster, options.far_folder)
     plans, failures = [], []
     for choice in choices(options, model, cluster):
         if isinstance(choice, Infeasible):
@@ -84,7 +86,9 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
     settings, layout, schedule = choice.settings, choice.layout, choice.method.schedule
     island, length = settings.island, settings.workload.sequence_length
     model = model.constrained(island.boundary, island.stages, settings.run.seed)
-    step = step_seconds(model, cluster, layout, island, length) * (choice.fit.ratio if choice.fit else 1)
+    kept = step = step_seconds(model, cluster, layout, island, length)
+    if choice.fit:
+        step = step_seconds(model, cluster, layout, island, length, choice.fit.slower)
     exchanged = exchange(model, choice.method, cluster, layout)
     steps = schedule.every or 1
     blocked = blocked_seconds(choice.method, exchanged, step)
@@ -96,8 +100,9 @@ def estimate(choice: Choice, model: Architecture, cluster: Cluster, tokens: floa
     hourly = cluster.price(layout.machines(cluster))
     return Plan(
         choice=choice,
-        memory=choice.fit.plan.peak_bytes if choice.fit else memory_bytes(model, island, choice.method, length),
+        memory=choice.fit.peak_bytes if choice.fit else memory_bytes(model, island, choice.method, length),
         step=step,
+        slower=step / kept,
         exchange=exchanged.seconds * schedule.fragments,
         round=round_seconds,
         blocked=blocked / round_seconds,

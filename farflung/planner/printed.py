@@ -49,6 +49,16 @@ def plan_table(plans: Sequence[Plan], cluster: Cluster) -> Table:
     return Table(columns, plans)
 
 
+def fitted(plans: Sequence[Plan]) -> list[str]:
+    """A line for each plan that takes a plan of the memory, below what is assumed of the hosts."""
+    lines: dict[str, list[str]] = {}
+    for number, plan in enumerate(plans, start=1):
+        if fit := plan.choice.fit:
+            assumed = f"with a plan of the memory (docs: Memory), where {fit.worker.told}:"
+            lines.setdefault(assumed, []).append(f"  {number} {fit.told(plan.slower)}")
+    return [line for assumed, told in lines.items() for line in (assumed, *told)]
+
+
 def reasons(failures: Sequence[Infeasible]) -> list[str]:
     """One line for each layout and reason, with the methods that failed so."""
     methods: dict[str, list[str]] = {}

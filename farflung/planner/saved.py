@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from farflung.memory.measure import storage_id
+from farflung.memory.measure import Held, storage_id, tensors_in
 from farflung.planner.architecture import Architecture, modules_of
 from farflung.workloads import models
 
@@ -24,10 +24,17 @@ AS_LLAMA = {"float32": 84, "bfloat16": 56}
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes that one microbatch saves: in each layer, and its input alone, which all save too."""
+    """Bytes that one microbatch takes.
+
+    Args:
+        layers: what each saves.
+        input: that alone, which all save, too.
+        working: what the layer that saves most holds at most, in either pass, besides what it saves.
+    """
 
     layers: tuple[int, ...]
     input: int
+    working: int
 
 
 def counted(model: Architecture, sequences: int, length: int, precision: str) -> Counted:
@@ -37,14 +44,14 @@ def counted(model: Architecture, sequences: int, length: int, precision: str) ->
     if found is None:
         numbers = sequences * length * model.hidden
         try:
-            layers = _layers(model.outline, sequences, length, precision)
-        except RuntimeError:
-            layers = (numbers * AS_LLAMA[precision],) * len(model.layers)
-        found = model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize)
+            layers, working = _layers(model.outline, sequences, length, precision)
+        except (RuntimeError, IndexError):  # experts, or a layer that is called with names alone
+            layers, working = (numbers * AS_LLAMA[precision],) * len(model.layers), 0
+        found = model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize, working)
     return found
 
 
-def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[int, ...]:
+def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[tuple[int, ...], int]:
     model = copy.deepcopy(outline)
     with _silent(), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -52,12 +59,28 @@ def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[
         layers, _, _ = modules_of("", model)
         counting = _Counting(model, len(layers))
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, number=number: counting.within(number))
+            layer.register_forward_pre_hook(
+                lambda _, args, given, number=number: counting.within(number, args, given), with_kwargs=True
+            )
             layer.register_forward_hook(lambda *_: counting.within(None))
         tokens = torch.zeros((sequences, length), dtype=torch.long)
-        with counting, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-            models.sequence_loss(model, tokens)
-    return tuple(counting.bytes)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            with counting:
+                models.sequence_loss(model, tokens)
+            saved = tuple(counting.bytes)
+            number = saved.index(max(saved))
+            held = _held(layers[number], *counting.calls[number])
+    return saved, max(held - max(saved), 0)
+
+
+def _held(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> int:
+    """The most bytes that a layer's forward and backward pass hold."""
+    entering = args[0].detach().requires_grad_()
+    with Held() as held:
+        leaving = tensors_in(layer(entering, *args[1:], **given))[0]
+        torch.autograd.grad(leaving, [entering, *layer.parameters()], torch.ones_like(leaving), allow_unused=True)
+    most: int = held.most
+    return most
 
 
 class _Counting(saved_tensors_hooks):
@@ -65,13 +88,16 @@ class _Counting(saved_tensors_hooks):
 
     def __init__(self, model: Any, layers: int) -> None:
         self.bytes = [0] * layers
+        self.calls: list[Any] = [None] * layers
         self._layer: int | None = None
         self._seen = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         super().__init__(self._pack, lambda saved: saved)
 
-    def within(self, layer: int | None) -> None:
-        """Counts for another layer from now on, or for none."""
+    def within(self, layer: int | None, *call: Any) -> None:
+        """Counts for another layer from now on, which is called so, or for none."""
         self._layer = layer
+        if layer is not None:
+            self.calls[layer] = call
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = storage_id(tensor)

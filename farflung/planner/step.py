@@ -22,12 +22,26 @@ from farflung.workloads.base import Span
 from farflung.workloads.subspace import Subspace
 
 
-def step_seconds(model: Architecture, cluster: Cluster, layout: Layout, settings: IslandSettings, length: int) -> float:
-    """One inner step of the slowest island: its pipeline fills, then takes one microbatch after the other."""
+def step_seconds(
+    model: Architecture,
+    cluster: Cluster,
+    layout: Layout,
+    settings: IslandSettings,
+    length: int,
+    slower: Sequence[float] = (),
+) -> float:
+    """One inner step of the slowest island: its pipeline fills, then takes one microbatch after the other.
+
+    `slower` is how many times as long each stage computes by a plan of its memory.
+    """
     microbatches = settings.parts
     tokens = sequences_of(settings) * length
     spans = model.spans(layout.stages)
-    flops = [tokens * model.flops_per_token(span, length, settings.recompute) for span in spans]
+    factors = slower or [1.0] * len(spans)
+    flops = [
+        factor * tokens * model.flops_per_token(span, length, settings.recompute)
+        for factor, span in zip(factors, spans, strict=True)
+    ]
     passing = _passing_seconds(cluster, layout, boundary_bytes(model, settings, length))
     tied = _tied_seconds(model, cluster, layout)
     slowest = 0.0

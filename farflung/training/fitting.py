@@ -57,7 +57,7 @@ def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, pa
     if not island.settings.memory:
         return Computing(island.gradients, lambda kept, _: optimizer.load_state_dict(kept))
     assert isinstance(island, Fittable)  # see limits.check_memory
-    near_gradients = method.outer is None or method.dealing is not None or isinstance(island, DividedIsland)
+    near_gradients = method.takes_gradients or isinstance(island, DividedIsland)
     made = _Fitting(island, optimizer, make, near_gradients, path, log)
     return Computing(made.gradients, made.take)
 
@@ -204,7 +204,7 @@ class _Fitting:
         self._log.memory(
             MemoryEvent(
                 step=self._log.progress.step,
-                plan=described(plan),
+                plan=described(plan.layers),
                 cap=self._record.cap_bytes,
                 predicted_bytes=plan.peak_bytes,
                 predicted_seconds=self._record.seconds,

@@ -74,15 +74,7 @@ def check_memory(settings: Settings) -> None:
         return
     if settings.network.kind.simulate:
         raise UserError("memory is of real processes, and simulated replicas share one; leave out --memory")
-    unfit = {
-        "shards": any(shape.shards > 1 for shape in island.shapes()),
-        f"pipeline_schedule {island.pipeline_schedule}": island.pipeline_schedule not in ("1f1b", "gpipe"),
-        "swarm": island.swarm,
-        "offload": island.offload,
-        "recompute": island.recompute,
-        "compile": island.compile,
-    }
-    if what := next((name for name, chosen in unfit.items() if chosen), None):
+    if what := island.unplanned:
         raise UserError(f"memory is {island.memory!r}, which {what} cannot be planned with; leave out one of them")
 
 
