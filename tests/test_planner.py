@@ -459,6 +459,20 @@ def test_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
     assert roomy.choice.fit is None and 1 <= tight.slower < 1.5 and tight.memory < roomy.memory
 
 
+@pytest.mark.slow
+def test_no_plan_is_claimed_where_training_makes_none(tmp_path: Path) -> None:
+    text = "[[machines]]\ncount = 1\nworkers = 2\nmemory_gb = 1.25\ntflops = 1\n"
+    usual: dict[str, Any] = {"model": "llama-125m", "sequence_length": 1024, "batch_tokens": 8192}
+    cases: list[tuple[int, dict[str, Any], str]] = [
+        (2, {}, "shards"),
+        (1, {"recompute": True}, "recompute"),
+        (1, {"offload": True}, "offload"),
+    ]
+    for workers, asked, what in cases:
+        with pytest.raises(UserError, match=f"and no plan of memory is made with {what}"):
+            plan(options(tmp_path / "m.toml", text.replace("= 2", f"= {workers}"), **usual, **asked))
+
+
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
     plans, failures, cluster = plan(options(tmp_path / "m.toml"))
     assert [p.hours for p in plans] == sorted(p.hours for p in plans)
