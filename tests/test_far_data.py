@@ -222,6 +222,7 @@ def test_only_the_first_files_to_judge_by_are_read(
         ("{}/9.jsonl", "{}/9.jsonl: cannot be read: 404"),
         ("http://127.0.0.1:1/", "cannot be read"),
         ("s3://bucket/*.jsonl", "Install s3fs to access S3; install it, and try again"),
+        ("hf:", "names no data set; give hf:NAME"),
         ("gopher://host/", "Protocol not known: gopher"),
     ],
 )

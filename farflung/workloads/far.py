@@ -48,6 +48,13 @@ def is_far(data: str) -> bool:
     return data.startswith(HUB) or "://" in data
 
 
+def hub_name(data: str) -> str:
+    """The name of a data set on the hub. Raises UserError where there is none."""
+    if not (name := data.removeprefix(HUB).strip()):
+        raise UserError(f"data {data!r} names no data set; give hf:NAME, such as hf:roneneldan/TinyStories")
+    return name
+
+
 def files(data: str) -> list[str]:
     """The addresses of the files that an address, a glob of them, a folder (…/) or `hf:NAME` names, in order.
 
@@ -164,7 +171,7 @@ def _on_hub(data: str) -> list[str]:
     import datasets  # slow to import
 
     with quiet("huggingface_hub"):
-        parts: Mapping[str, Any] = datasets.load_dataset_builder(data.removeprefix(HUB)).config.data_files or {}
+        parts: Mapping[str, Any] = datasets.load_dataset_builder(hub_name(data)).config.data_files or {}
     return [str(address) for address in parts.get("train", [])]
 
 

@@ -99,7 +99,7 @@ def records(data: str) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     Raises UserError: there is nothing there, or it cannot be read.
     """
     if data.startswith(far.HUB):
-        yield from _rows(data.removeprefix(far.HUB), None, data)
+        yield from _rows(far.hub_name(data), None, data)
         return
     if far.is_far(data):
         for address in far.files(data):
@@ -166,7 +166,7 @@ def version_of(data: str) -> object:
     import datasets  # slow to import, and only rows need it
 
     with _reading(data):
-        return str(datasets.load_dataset_builder(data.removeprefix(far.HUB)).hash)
+        return str(datasets.load_dataset_builder(far.hub_name(data)).hash)
 
 
 def no_text(data: str) -> UserError:
