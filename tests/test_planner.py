@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 from patience import patience
 from problem import replica
-from processes import run_here
+from processes import run_here, run_together
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from bench.models import throughput
@@ -32,6 +33,7 @@ from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import architecture, architecture_of
 from farflung.planner.command import flags
 from farflung.planner.cost import Exchange, blocked_seconds, exchange
+from farflung.planner.fitting import RUNTIME
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines, read_cluster
 from farflung.planner.memory import RESERVED, activation_bytes, memory_bytes
@@ -40,6 +42,7 @@ from farflung.planner.plan import plan
 from farflung.planner.sizes import square_model
 from farflung.planner.step import step_seconds
 from farflung.planner.timing import Size, Timer
+from farflung.training.fitting import SLIGHT
 from farflung.workloads import models
 
 ROUGH = Conditions(
@@ -410,7 +413,7 @@ def wide(folder: Path) -> str:
 
 
 SHORT: dict[str, Any] = {"batch_tokens": 32, "sequence_length": 32, "tokens": 12 * 32}
-PROCESSOR = '[[machines]]\ncount = 1\ndevice = "cpu"\nmemory_gb = 0.45\ntflops = 0.05\nhost_gbps = 8\n'
+PROCESSOR = '[[machines]]\ncount = 1\ndevice = "cpu"\nmemory_gb = 0.51\ntflops = 0.05\nhost_gbps = 8\n'
 
 
 def states_of(found: Any) -> set[str]:
@@ -423,10 +426,10 @@ def test_gradients_and_weights_are_far_where_training_can_have_them_there(tmp_pa
     asked: dict[str, Any] = {"model": wide(tmp_path), **SHORT}
     (only,), _, _ = plan(options(tmp_path / "m.toml", PROCESSOR, far_folder="far", **asked))
     weights = 4 * architecture_of(asked["model"]).parameters
-    assert "weights-far" in states_of(only) and only.memory <= 0.45e9 and only.slower > 1
+    assert "weights-far" in states_of(only) and only.memory <= 0.51e9 and only.slower > 1
     assert only.choice.fit.far_bytes > weights
-    assert flags(only.choice.settings).endswith("--memory 450MB --far-folder far")
-    with pytest.raises(UserError, match=r"does not fit: .* GB of 0\.45, and 0\.\d+ with a plan of the memory"):
+    assert flags(only.choice.settings).endswith("--memory 510MB --far-folder far")
+    with pytest.raises(UserError, match=r"does not fit: .* GB of 0\.51, and 0\.\d+ with a plan of the memory"):
         plan(options(tmp_path / "m.toml", PROCESSOR, **asked))
     gpus = "[[machines]]\ncount = {}\nmemory_gb = 1.15\ntflops = 0.05\n"
     (only,), _, _ = plan(options(tmp_path / "m.toml", gpus.format(1), **asked))
@@ -472,6 +475,23 @@ def test_no_plan_is_claimed_where_training_makes_none(tmp_path: Path) -> None:
     for workers, asked, what in cases:
         with pytest.raises(UserError, match=f"and no plan of memory is made with {what}"):
             plan(options(tmp_path / "m.toml", text.replace("= 2", f"= {workers}"), **usual, **asked))
+
+
+@pytest.mark.slow
+def test_a_run_takes_the_memory_that_was_planned_where_it_only_fits_with_weights_far(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": wide(tmp_path), **SHORT}
+    (only,), _, _ = plan(options(tmp_path / "m.toml", PROCESSOR, far_folder=str(tmp_path / "far"), **asked))
+    weights = 4 * architecture_of(asked["model"]).parameters
+    assert RUNTIME["cpu"] + weights > 0.51e9  # so that not all weights can be near
+    quick = "--tokenizer bytes --eval-sequences 2 --eval-every 100 --checkpoint-every 100 --max-tokens 100000"
+    run_together(
+        1, "-m", "farflung", "train", *shlex.split(f"{flags(only.choice.settings)} {quick}"), "--out", tmp_path / "run"
+    )
+    kept = json.loads((tmp_path / "run/memory/replica-0.json").read_text())
+    assert "weights-far" in {layer["state"] for layer in kept["plan"]["layers"]} & states_of(only)
+    assert kept["plan"]["peak_bytes"] == pytest.approx(only.memory, rel=0.1)
+    # In so small a process, what training itself calls slight is much: free blocks of less than a megabyte stay in it.
+    assert kept["measured"]["peak_bytes"] <= 1.1 * only.memory + SLIGHT
 
 
 def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:

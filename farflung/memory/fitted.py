@@ -117,7 +117,11 @@ class Fitted:
         """Measures the model, and plans a step. Raises UserError where the memory is too little."""
         device, state = self._model.device, tensors_in([*self._optimizer.state.values()])
         own = [value for value in (*map(own_of, self._model.whole.parameters()), *state) if value.device == device]
-        profile = profiled(self._model, self._copies, passes, max(in_use(device) - bytes_of(own), 0))
+        profile = profiled(self._model, self._copies, passes)
+        if device.type == "cpu":
+            return_what_is_free()
+        besides = max(in_use(device) - bytes_of(own), 0)  # only now, since a first step has libraries loaded
+        profile = replace(profile, fixed_bytes=profile.fixed_bytes + besides)
         allowed, places = self._choices()
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
         return Record(memory, cap, passes, self._folder, plan, profile, device.type)

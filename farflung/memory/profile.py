@@ -60,11 +60,11 @@ class Seen:
     autocast: dict[str, Any]
 
 
-def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) -> Profile:
+def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
     """What a model's step takes: one of its `passes` forward and backward, and the optimizer's step.
 
-    `besides` are bytes that the device holds all the time beside weights, gradients and moments. It computes gradients
-    of its own, and leaves weights, gradients and random numbers as they are.
+    Of what the device holds all the time, beside weights, gradients and moments, only what a layer computes with counts
+    in. It computes gradients of its own, and leaves weights, gradients and random numbers as they are.
     """
     with torch.random.fork_rng(), _without_gradients(model.whole):
         seen = _calls(model)
@@ -82,7 +82,7 @@ def profiled(model: Model, copies: Copies, passes: int = 1, besides: int = 0) ->
         head=last,
         out_bytes_s=out_s,
         in_bytes_s=in_s,
-        fixed_bytes=besides + working,
+        fixed_bytes=working,
         beside=False,
         in_flight=model.in_flight,
         passes=passes,

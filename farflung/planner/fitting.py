@@ -19,7 +19,7 @@ from farflung.planner.updates import updates_of
 from farflung.settings import Settings
 from farflung.workloads.base import Span
 
-RUNTIME = {"gpu": RESERVED, "cpu": 0.36e9}
+RUNTIME = {"gpu": RESERVED, "cpu": 0.42e9}
 """Bytes that a worker's runtime takes, by its device: a process on a processor has libraries and data."""
 
 
