@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -27,6 +27,11 @@ def disk_errors(what: str, remedy: str) -> Iterator[None]:
 def counted(number: int, thing: str) -> str:
     """So many things: 1 replica, 2 replicas."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}{'es' if thing.endswith('s') else 's'}"
+
+
+def first_of(files: Sequence[str]) -> str:
+    """The first of some files, and how many more there are: a, or a and 1 other file."""
+    return f"{files[0]} and {counted(len(files) - 1, 'other file')}" if files[1:] else files[0]
 
 
 def suggestion(word: str, known: list[str]) -> str:

@@ -12,7 +12,7 @@ from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.measure import Held, bytes_of
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer.fragments import split
-from farflung.training.averaged import Averaging
+from farflung.training.averaged import PartByPart
 
 LAYERS, REPLICAS = 40, 3
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def ended(home: MakeHome) -> list[tuple[list[Tensor], float, int]]:
     def work(network: SimulatedNetwork) -> tuple[list[Tensor], float, int]:
         model = model_of(network.rank)
         with Held() as held:  # type: ignore[no-untyped-call]
-            means = Averaging(network, split(model, 1), home, 60.0).means(cored=False)
+            means = PartByPart(network, split(model, 1), home, 60.0).means(cored=False)
             for mean in means:
                 mean.write(CPU)
         return list(model.parameters()), sum(mean.apart for mean in means), held.most

@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from bench.lib.all_plans import NOTHING, Layers, cap_between, chain, deep, fastest, over_the_fastest
+from bench.lib.all_plans import Layers, cap_between, chain, deep, fastest, over_the_fastest
 from farflung.errors import UserError
-from farflung.memory.plan import LayerCost, LayerPlan, Mode, Profile, State
+from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Mode, Profile, State
 from farflung.memory.search import MOST, leanest, search
 from farflung.memory.step import Step, simulate
 

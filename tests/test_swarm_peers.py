@@ -475,19 +475,16 @@ def steps_learnt_from(swarm: Swarm, name: str) -> list[int]:
 
 @pytest.mark.slow
 def test_peers_may_step_after_each_microbatch(swarm: Swarm) -> None:
-    running, heads = begin(swarm, "asynchronous", 100_000, "--method", "noloco", "--every", 10), ("first", "two")
-    until(lambda: all(any(len(event.group) == 2 for event in swarm.events(name, RoundEvent)) for name in heads), 120)
-    reached = max(map(swarm.step, heads))
-    until(lambda: min(map(swarm.step, heads)) > reached + 80)
-    for process in running.values():
-        process.send_signal(signal.SIGINT)
+    steps = 400  # of which one of the heads may take some hundred before the other has joined
+    running = begin(swarm, "asynchronous", steps, "--method", "noloco", "--every", 10)
     for name, process in running.items():
-        assert process.wait(patience(60)) == 130, swarm.said(name)
+        assert process.wait(patience(120)) == 0, swarm.said(name)
     for stage in (0, 1):
         assert {1} <= {*counted(swarm, stage).values()} <= {0, 1}
-    for name in heads:
+    for name in ("first", "two"):
         sizes = [sum(len(numbers) - 2 for numbers in event.microbatches) for event in swarm.events(name, LearntEvent)]
         assert sizes.count(1) > len(sizes) * 0.9, "what comes in the time of a checkpoint or a round goes into one step"
+        assert any(len(event.group) == 2 for event in swarm.events(name, RoundEvent))
         losses = [event.loss for event in swarm.events(name, StepEvent) if event.loss is not None]
         assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.3
 

@@ -8,14 +8,11 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import get_args
 
-from farflung.memory.plan import LayerCost, LayerPlan, Mode, Profile
+from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Mode, Profile
 from farflung.memory.search import leanest, search
 from farflung.memory.step import simulate
 
 Layers = tuple[LayerPlan, ...]
-
-NOTHING = LayerCost(0, 0, 0, 0, 0, 0, 0, 0, 0)
-"""Before the layers, and after them."""
 
 
 def over_the_fastest(cases: int) -> Iterator[float]:

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
 
-from bench.lib.all_plans import NOTHING, cap_between, deep, over_the_fastest
+from bench.lib.all_plans import cap_between, deep, over_the_fastest
 from bench.lib.fitted import Shape, Trained, ratios, slow_copies
 from bench.lib.largest import largest
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
 from farflung.errors import UserError
-from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile
+from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Mode, Plan, Profile
 from farflung.memory.search import leanest, search
 from farflung.memory.step import Step, simulate
 

@@ -107,8 +107,7 @@ class Fitted:
         self._model, self._optimizer, self._folder = model, optimizer, folder
         self._near_gradients, self._home = near_gradients, far_homes(folder)
         device = model.device
-        if device.type == "cpu":
-            return_what_is_free()
+        return_what_is_free(device)
         self._copies = copies_of(device, FileOf(Path(folder)) if folder else HostMemory(device.type == "cuda"))
         self._states: list[FarMoments | FarUpdates | FarWeights] = []
         self._updates: FarUpdates | None = None
@@ -118,8 +117,7 @@ class Fitted:
         device, state = self._model.device, tensors_in([*self._optimizer.state.values()])
         own = [value for value in (*map(own_of, self._model.whole.parameters()), *state) if value.device == device]
         profile = profiled(self._model, self._copies, passes)
-        if device.type == "cpu":
-            return_what_is_free()
+        return_what_is_free(device)
         besides = max(in_use(device) - bytes_of(own), 0)  # only now, since a first step has libraries loaded
         profile = replace(profile, fixed_bytes=profile.fixed_bytes + besides)
         allowed, places = self._choices()
@@ -147,8 +145,7 @@ class Fitted:
         others = (self._model.in_flight - 1) * sum(map(stays_bytes, costs, plan.layers))
         modes.apply(layers, plan.layers, costs, others + plan.prefetch_bytes, self._copies)
         self._keep_states_far(plan.layers, plan.prefetch_bytes)
-        if self._model.device.type == "cpu":
-            return_what_is_free()
+        return_what_is_free(self._model.device)
 
     def take(self, kept: dict[str, Any]) -> None:
         """Has the optimizer go on from a `state_dict`: moments that are far go to where they lie, one by one."""

@@ -87,11 +87,13 @@ def in_use(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def return_what_is_free() -> None:
+def return_what_is_free(device: torch.device) -> None:
     """Has the C library give blocks of a megabyte and more back to the machine, now and as they are freed.
 
-    The GNU one would keep larger and larger ones, up to 32 MB each.
+    Where that is the memory of the `device`. The GNU library would keep larger and larger ones, up to 32 MB each.
     """
+    if device.type != "cpu":
+        return
     with contextlib.suppress(OSError, AttributeError):  # another library
         library = ctypes.CDLL(None)
         library.mallopt(MMAP_THRESHOLD, 1 << 20)

@@ -69,6 +69,10 @@ class LayerCost:
     far_step_s: float
 
 
+NOTHING = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)
+"""What a part takes that is not there, such as before a last stage's layers."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """What a plan is made from.

@@ -46,7 +46,7 @@ class Fragment:
     def __init__(
         self, cells: Sequence[Cell], parameters: Mapping[str, nn.Parameter], layout: Layout, keepers: Mapping[str, int]
     ) -> None:
-        self._made_of = cells, parameters, layout, keepers
+        self._layout = layout
         self.cells = [cell for cell in cells if keepers[cell.name] == layout.process]
         self.names = [cell.name for cell in self.cells]
         self.numel = sum(cell.numel for cell in self.cells)
@@ -83,15 +83,15 @@ class Fragment:
 
         Where shards read together, it is one: a shard that misses another replica would keep them waiting.
         """
-        cells, parameters, layout, keepers = self._made_of
-        if layout.processes > 1:
+        if self._layout.processes > 1:
             return [self]
+        keepers = dict.fromkeys(self.names, self._layout.process)
         runs: list[list[Cell]] = [[]]
-        for cell in cells:
+        for cell in self.cells:
             if sum(one.numel for one in runs[-1]) >= values:
                 runs.append([])
             runs[-1].append(cell)
-        made = [Fragment(run, parameters, layout, keepers) for run in runs]
+        made = [Fragment(run, self.named, self._layout, keepers) for run in runs]
         for part in made:
             part.dtype = self.dtype
         return made

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from farflung.memory.fitted import choices_of, described, far_bytes
-from farflung.memory.plan import LayerCost, LayerPlan, Plan, Profile
+from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Plan, Profile
 from farflung.memory.profile import through_files
 from farflung.memory.search import leanest, search
 from farflung.memory.step import simulate
@@ -171,9 +171,6 @@ class _Stage:
         near_step_s = far_step_s if worker.device == "cpu" else updates.flops / worker.flops
         sizes = (saved_bytes, 0, weights, weights, updates.moment_bytes)
         return LayerCost(forward_s, 2 * forward_s, *sizes, near_step_s, far_step_s)
-
-
-NOTHING = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)
 
 
 def with_memory(settings: Settings, exchanges: bool, worker: Worker) -> Settings:

@@ -34,7 +34,7 @@ class Mean(NamedTuple):
         self.home.let_go()
 
 
-class Averaging:
+class PartByPart:
     """Averages fragments over a network's replicas, in the same order on all of them.
 
     Args:

@@ -31,7 +31,7 @@ from farflung.pipeline.assemble import assemble
 from farflung.settings import Settings
 from farflung.training import checkpoint
 from farflung.training.agreement import facts_of_replicas
-from farflung.training.averaged import Averaging, Mean
+from farflung.training.averaged import Mean, PartByPart
 from farflung.training.core import holders_of
 from farflung.training.fitting import mean_home
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
@@ -132,7 +132,7 @@ def _met(trainer: Trainer, network: Network, parts: Sequence[Fragment], facts: d
     settings, means = trainer.settings, list[Mean]()
     deadline = DEADLINES_AT_THE_END * settings.network.deadline
     if len(network.members()) > 1:
-        means = Averaging(network, parts, mean_home(settings.island), deadline).means(bool(settings.core.core))
+        means = PartByPart(network, parts, mean_home(settings.island), deadline).means(bool(settings.core.core))
     off = sum(mean.apart for mean in means)
     numel, deviation = trainer.island.total(torch.tensor([facts["parameters"], off], dtype=torch.float64)).tolist()
     facts = {**facts, "parameters": round(numel), "deviation": deviation / max(numel, 1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
-from farflung.errors import counted
+from farflung.errors import counted, first_of
 
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that were decoded with the error handler `surrogateescape`."""
@@ -42,16 +42,13 @@ class Lost:
             return
         if self._bytes:
             what = f"{counted(sum(self._bytes.values()), 'byte')} that are no UTF-8, and become �"
-            self._warn(f"{_named(self._bytes)}: {what}; make UTF-8 of it, such as by iconv -f LATIN1 -t UTF-8")
+            self._warn(f"{first_of([*self._bytes])}: {what}; make UTF-8 of it, such as by iconv -f LATIN1 -t UTF-8")
         if self._rows:
             what = f"{counted(sum(self._rows.values()), 'row')} without text in the column {self._column!r}"
-            self._warn(f"{_named(self._rows)}: {what}, which are left out; mend them, or set text_column to another")
+            self._warn(
+                f"{first_of([*self._rows])}: {what}, which are left out; mend them, or set text_column to another"
+            )
 
     def _warn(self, message: str) -> None:
         self._told = True
         warnings.warn(f"data {message}", stacklevel=1)
-
-
-def _named(files: dict[str, int]) -> str:
-    more = f" and {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
-    return f"{next(iter(files))}{more}"

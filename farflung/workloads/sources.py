@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.errors import UserError, counted
+from farflung.errors import UserError, first_of
 from farflung.workloads import chat_store, chats, data, far, mixtures, shards, store
 from farflung.workloads.base import Ids
 from farflung.workloads.chats import Chats, Labelled, joined, labelled
@@ -254,7 +254,7 @@ def _warn_of_both(sources: list[Source], judges: list[Source]) -> None:
     """Warns of files that are trained on and judged by."""
     trained_on = {file for source in sources for file in _files(source.settings.data)}
     if both := [file for source in judges for file in _files(source.settings.data) if file in trained_on]:
-        told = f"validation: trained on, too: {_first_of(both)}; the loss says little of other text"
+        told = f"validation: trained on, too: {first_of(both)}; the loss says little of other text"
         warnings.warn(f"{told}; give other data to judge by, or leave out validation", stacklevel=2)
 
 
@@ -262,12 +262,8 @@ def _warn_of_twice(sources: list[Source]) -> None:
     """Warns of files of several sources, of which each holds out something by itself."""
     times = Counter(file for source in sources for file in {*_files(source.settings.data)})
     if twice := sorted(file for file, count in times.items() if count > 1):
-        told = f"data: in several sources: {_first_of(twice)}; what one of them holds out, another may train on"
+        told = f"data: in several sources: {first_of(twice)}; what one of them holds out, another may train on"
         warnings.warn(f"{told}; give each file in one source, or data to judge by with validation", stacklevel=2)
-
-
-def _first_of(files: list[str]) -> str:
-    return f"{files[0]} and {counted(len(files) - 1, 'other file')}" if files[1:] else files[0]
 
 
 def _files(data: str) -> list[str]:
