@@ -3,7 +3,7 @@ A DLRM is trained for one epoch, by Adam, in two ways. Data parallel: all of it 
 averaged. Model parallel: each table is on one replica and looked up by all, and only the layers are averaged. Bytes are
 what a replica sends; in the second way for the tables, since the layers take the same in all rows. Seconds are what
 steps wait for links; computation comes on top. With debian it needs apt's lists (apt-get update).
-Takes about half an hour for each batch size and seed on two cores, and with --clicks 300000 a quarter of that.
+Takes about half an hour for each batch size on two cores, and with --clicks 300000 a quarter of that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.lib.runs import Runs
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
 from farflung import methods
@@ -79,21 +80,24 @@ COLUMNS = {
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    yield f"{options.data}: {clicks_of(options.data, options.clicks, options.replicas).available:,} clicks to train on"
-    for batch in options.batches:
-        yield Table(
-            COLUMNS,
-            rows(options, batch, store),
-            f"{options.replicas} replicas, batch {batch}, one epoch, {options.mbps:g} Mbit/s, seeds {options.seeds}",
-        )
+    clicks = clicks_of(options.data, options.clicks, options.replicas)  # before there are processes, which have it then
+    yield f"{options.data}: {clicks.available:,} clicks to train on"
+    common: Settings = {"lr": options.lr, "mbps": options.mbps, "data": options.data, "clicks": options.clicks}
+    common |= {"replicas": options.replicas, "held_out": clicks.digest()[:16]}
+    with Runs(store, common, made) as runs:
+        for batch in options.batches:
+            title = f"{options.replicas} replicas, batch {batch}, one epoch, {options.mbps:g} Mbit/s"
+            yield Table(COLUMNS, rows(options, batch, runs), f"{title}, seeds {options.seeds}")
 
 
-def rows(options: Options, batch: int, store: Store) -> Iterator[tuple[Any, ...]]:
+def rows(options: Options, batch: int, runs: Runs) -> Iterator[tuple[Any, ...]]:
     whole: list[Result] = []
+    for name in (*COPIED, *DEALT):
+        runs.start_all({"tables": name, "batch": batch}, options.seeds)
     for ways in (COPIED, DEALT):
         base: list[Result] = []
         for name in ways:
-            found = [result(options, batch, name, seed, store) for seed in options.seeds]
+            found = list(runs.on_seeds({"tables": name, "batch": batch}, options.seeds).values())
             base, whole = base or found, whole or found
             auc, loss, sent, waited = (
                 mean(one[key] for one in found) for key in ("auc", "log_loss", "bytes", "waited")
@@ -102,18 +106,13 @@ def rows(options: Options, batch: int, store: Store) -> Iterator[tuple[Any, ...]
             yield name, auc, auc - before, loss, sent / 1e6, mean(one["bytes"] for one in base) / sent, waited
 
 
-def result(options: Options, batch: int, name: str, seed: int, store: Store) -> Result:
-    clicks = clicks_of(options.data, options.clicks, options.replicas)
-    settings: Settings = {"tables": name, "batch": batch, "lr": options.lr, "mbps": options.mbps}
-    settings |= {"data": options.data, "clicks": options.clicks, "replicas": options.replicas}
-    settings |= {"held_out": clicks.digest()[:16]}
-
-    def make() -> Result:
-        # Computation takes no time here, and what is waited for is the link alone.
-        simulation = Simulation(options.replicas, Conditions(bandwidth_mbps=options.mbps, latency_ms=10, step_ms=0))
-        return simulation.run(lambda network: trained(network, clicks, name, batch, options.lr, seed))[0]
-
-    return store.once(settings, seed, make)
+def made(settings: Settings, seed: int) -> Result:
+    """One run. Computation takes no time in it, and what is waited for is the link alone."""
+    replicas = settings["replicas"]
+    clicks = clicks_of(settings["data"], settings["clicks"], replicas)
+    simulation = Simulation(replicas, Conditions(bandwidth_mbps=settings["mbps"], latency_ms=10, step_ms=0))
+    name, batch, lr = settings["tables"], settings["batch"], settings["lr"]
+    return simulation.run(lambda network: trained(network, clicks, name, batch, lr, seed))[0]
 
 
 @cache
