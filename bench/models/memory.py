@@ -10,7 +10,7 @@ that keep everything, in turns, with far memory that is as slow as it is told to
 the same speed. `search`: the plans that the search finds beside the fastest of all plans, found by trying all of
 them, for chains of up to six unlike layers of random costs and caps. `largest`: the most layers of a Llama that train
 in so much memory, which processes are held to, with and without `--memory`. Takes a minute for the first, ten for
-`caps`, twenty for `seconds`, five for `search` and hours for `largest`.
+`caps`, half an hour for `seconds`, five for `search` and hours for `largest`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Options:
     """For `caps`."""
     speeds: tuple[float, ...] = (1, 3, 9)
     """For `seconds`: forward passes of a layer that pass while what it saves moves one way."""
-    turns: int = 7
+    turns: int = 5
     """For `seconds`: how often each plan's step is timed; the median counts."""
     shape: Shape = field(default_factory=Shape)
     """The Llama of `caps` and `seconds`."""
