@@ -61,8 +61,10 @@ def compass(loss: Callable[[Point], float], start: Point, axes: list[Axis], budg
             return best
 
 
-START: Point = {"lr": 6e-3, "outer_momentum": 0.5, "outer_lr": 0.7}
+START: Point = {"lr": 6e-3, "weight_decay": 0.1, "outer_momentum": 0.5, "outer_lr": 0.7}
 """Where every search begins."""
+OF_INNER = ("lr", "weight_decay")
+"""What every method has."""
 
 AXES = (
     Axis("lr", step=2.0),
@@ -71,10 +73,18 @@ AXES = (
 )
 
 
-def tune(runs: Runs, name: str, settings: Settings, budget: int, seed: int, along: tuple[Axis, ...] = AXES) -> Settings:
+def tune(
+    runs: Runs,
+    name: str,
+    settings: Settings,
+    budget: int,
+    seed: int,
+    along: tuple[Axis, ...] = AXES,
+    begin: Point = START,
+) -> Settings:
     """A row's settings with what the search finds, of the axes that its method has; notes it."""
-    axes = [axis for axis in along if axis.name == "lr" or axis.name in defaults_of(settings["method"])]
-    start = {axis.name: START[axis.name] for axis in axes}
+    axes = [axis for axis in along if axis.name in OF_INNER or axis.name in defaults_of(settings["method"])]
+    start = {axis.name: begin[axis.name] for axis in axes}
     found = compass(lambda point: runs.loss(settings | point, seed), start, axes, budget)
     runs.store.choose(name, settings | found)
     return settings | found

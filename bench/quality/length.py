@@ -1,0 +1,180 @@
+"""Does the gap to synchronous training close with length, and what makes it smaller?
+Muon inside, learning rates along a line to nothing. At each length ddp, the baseline, and each way to send about a
+hundredth of its bytes or less have the learning rate and weight decay that one search with one budget has found at
+that length, on the first seed; a power law goes through the gaps. Then one part at a time is put into the first way,
+with nothing tuned again: on one seed, so that it is a hint. Takes about five hours on two cores, two thirds of them
+for the longest runs; what is made is kept, so that it can be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import mean
+
+import numpy as np
+
+from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.search import AXES, START, Axis, Point, tune
+from bench.lib.store import Result, Settings, Store
+from bench.lib.table import Part, Table
+
+MUON: Settings = {"inner": "muon", "lr_schedule": "linear", "lr_final": 0.0}
+BEST: Settings = {"method": "diloco", "every": 4, "every_final": 16, "codec": "ef-int2"}
+OUTER: Settings = {"outer_lr": 0.7, "outer_momentum": 0.5}
+DDP = "ddp"
+WAYS: dict[str, Settings] = {
+    DDP: {"method": "ddp"},
+    "diloco, ef-int2, every 4 to 16": BEST | OUTER,
+    "noloco, modulo4, every 5": {"method": "noloco", "every": 5, "codec": "modulo4", **OUTER},
+    "dilocox, every 50": {"method": "dilocox", "every": 50, "codec": "ef-lowrank18-int4", "adapt": False, **OUTER},
+}
+"""All rows. The second is the best that `gap` has found; the others are as they were published, with codecs."""
+PARTS: dict[str, Settings] = {
+    "statistical levels": {"codec": "ef-stat2"},
+    "lengths and directions averaged apart": {"fuse": "rda"},
+    "MuLoCo's Muon": {"inner": "muloco"},
+    "Muon's momentum 0.9": {"muon_momentum": 0.9},
+    "steps along the last mean step": {"muon_align": 0.5},
+    "a slow momentum, averaged": {"slow_share": 0.5},
+    "outer momentum that warms up": {"outer_momentum": 0.8, "outer_momentum_warmup": 400},
+    "outer 0.9 and 0.8": {"outer_lr": 0.9, "outer_momentum": 0.8},
+    "outer 1 and 0": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "a late average": {"tail_average": 0.1},
+}
+"""What is put into the best way, one at a time."""
+FINAL = "validation_loss_averaged"
+"""Of the weights that a run ends with."""
+SEARCHED = (AXES[0], Axis("weight_decay", step=1 / 4))
+BEGIN: Point = START | {"lr": 0.024}
+"""Muon bears more than AdamW, from whose learning rate other searches begin."""
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: tuple[int, ...] = (200, 800, 3200, 12800)
+    """Lengths, in inner steps of each replica."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    """Which rows to make, of which ddp is one."""
+    parts: tuple[str, ...] = tuple(PARTS)
+    """What to put into the best way, one at a time."""
+    parts_at: int = 3200
+    """The length at which."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each tuned row for each; the search uses the first."""
+    budget: int = 5
+    """Runs that the search of each row may make."""
+    model: str = "micro"
+    """What is trained."""
+    replicas: int = 8
+    """Copies of the model."""
+
+    def of(self, way: str, steps: int) -> Settings:
+        """A row's settings before it is tuned."""
+        return regime(steps, self.model, self.replicas) | MUON | WAYS[way]
+
+
+SMOKE = Options(steps=(2, 4), ways=tuple(WAYS)[:2], parts=(), parts_at=2, seeds=(0,), budget=1, replicas=2)
+
+
+def run(options: Options, store: Store) -> list[Part]:
+    def row(way: str, steps: int) -> list[Future[Result]]:
+        settings = options.of(way, steps)
+        tuned = tune(runs, name_of(way, steps), settings, options.budget, options.seeds[0], SEARCHED, BEGIN)
+        return runs.start_all(tuned, options.seeds)
+
+    with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
+        for steps in sorted(options.steps):
+            for futures in list(threads.map(row, options.ways, [steps] * len(options.ways))):
+                for future in futures:
+                    future.result()
+        for settings in with_parts(store, options).values():
+            runs.start(settings, options.seeds[0])
+    return [part for parts in tables(store, options).values() for part in parts]
+
+
+def name_of(way: str, steps: int) -> str:
+    """What the store calls a tuned row."""
+    return f"{way}, {steps} steps"
+
+
+def with_parts(store: Store, options: Options) -> dict[str, Settings]:
+    """The best way as tuned, with one part each."""
+    best = store.chosen.get(name_of(list(WAYS)[1], options.parts_at), {})
+    return {name: best | PARTS[name] for name in options.parts} if best else {}
+
+
+def tuned(store: Store, way: str, steps: int) -> dict[int, Result]:
+    """The results of a tuned row, by seed; its loss is that of the weights it ends with."""
+    return ended(store.results(store.chosen.get(name_of(way, steps), {})))
+
+
+def ended(results: dict[int, Result]) -> dict[int, Result]:
+    """Results whose loss is that of the weights that runs end with."""
+    return {seed: {**one, "validation_loss": one.get(FINAL)} for seed, one in results.items() if one.get(FINAL)}
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """The gaps by length, the laws through them, and what parts do."""
+    found = {
+        (way, steps): results
+        for steps in options.steps
+        for way in options.ways
+        if (results := tuned(store, way, steps)) and tuned(store, DDP, steps)
+    }
+    gaps = {key: changes(results, found[DDP, key[1]]) for key, results in found.items()}
+    laws = [
+        law(way, [(steps, mean(gaps[way, steps])) for steps in options.steps if gaps.get((way, steps))])
+        for way in options.ways
+        if way != DDP
+    ]
+    return {
+        "length": [by_length(store, found, gaps)],
+        "length laws": [Table(dict.fromkeys(("", "gap, %", "steps to 1 %"), ""), [one for one in laws if one])],
+        "length parts": [by_part(store, options)],
+    }
+
+
+def by_length(
+    store: Store, found: dict[tuple[str, int], dict[int, Result]], gaps: dict[tuple[str, int], list[float]]
+) -> Table:
+    lines = []
+    for (way, steps), results in found.items():
+        losses = [one["validation_loss"] for one in results.values()]
+        chosen = {axis.name: store.chosen[name_of(way, steps)][axis.name] for axis in SEARCHED}
+        gap = "" if way == DDP else f"{around(gaps[way, steps], 2, '+')} %"
+        rounds = "" if way == DDP else f"{mean(one['rounds'] for one in results.values()):.0f}"
+        lines.append((str(steps), way, around(losses, 4), gap, rounds, fewer(results), in_words(chosen)))
+    columns = ("steps", "method", "loss", "to ddp", "rounds", "fewer bytes", "tuned to")
+    return Table(dict.fromkeys(columns, ""), lines)
+
+
+def by_part(store: Store, options: Options) -> Table:
+    seed, best, lines = options.seeds[0], list(WAYS)[1], []
+    without, ddp = (tuned(store, way, options.parts_at) for way in (best, DDP))
+    for name, settings in with_parts(store, options).items():
+        results = {key: one for key, one in ended(store.results(settings)).items() if key == seed}
+        if results and without and ddp:
+            change, gap = changes(results, without)[0], changes(results, ddp)[0]
+            lines.append((name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer(results)))
+    columns = ("part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
+    return Table(dict.fromkeys(columns, ""), lines)
+
+
+def fewer(results: dict[int, Result]) -> str:
+    """How many times fewer bytes than float32 gradients every step would have been."""
+    times = [one["ddp_bytes"] / one["bytes_sent"] for one in results.values() if one["bytes_sent"]]
+    return f"{mean(times):.3g}×" if times else ""
+
+
+def law(way: str, points: Sequence[tuple[int, float]]) -> tuple[str, ...] | None:
+    """The power law through a way's gaps in per cent, by least squares of logarithms, and where it reaches 1 %."""
+    positive = [(steps, gap) for steps, gap in points if gap > 0]
+    if len(positive) < 2:
+        return None
+    steps, values = zip(*positive, strict=True)
+    slope, start = np.polyfit(np.log(steps), np.log(values), 1)
+    reached = f"{math.exp(-start / slope):,.0f}" if slope < 0 else "never"
+    return way, f"{math.exp(start):.3g} · steps^{slope:.2f}", reached
