@@ -36,9 +36,29 @@ def event_files(folder: Path) -> list[Path]:
 
 def written_by_farflung(folder: Path) -> bool:
     """Whether a run or a simulation is in a folder, also one that has written no events yet."""
-    if not any((folder / name).exists() for name in ("config.toml", "simulation.html")):
+    if not any(os.access(folder / name, os.F_OK) for name in ("config.toml", "simulation.html")):
         return False
     return (folder / "logs" / "config.toml").exists() or bool(event_files(folder))
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder and in those below it, but for farflung's own runs, in no order.
+
+    Links to folders are not followed.
+
+    Raises UserError for a folder that cannot be read: it would be left out, and nobody would see it.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    try:
+        for where, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if not written_by_farflung(Path(where, name))]
+            yield from (path for name in names if (path := Path(where, name)).is_file())
+    except OSError as error:
+        remedy = "let this user read it, or give data that is without it"
+        raise UserError(f"data {folder}: {error.filename}: {error.strerror}; {remedy}") from error
 
 
 def holds_no_run(folder: Path, fault: str) -> str:

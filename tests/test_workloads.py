@@ -1,7 +1,9 @@
 """Data, tokenizers and models, on small folders made here."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from farflung.errors import UserError
 from farflung.pipeline.division import divisible
 from farflung.workloads import Language, data, models, tokenizers
 from farflung.workloads.dealing import Deal
+from farflung.workloads.images.folder import Folder
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
 
@@ -413,6 +416,27 @@ def test_links_that_lead_round_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="goes round, by a link"):
         next(documents(str(tmp_path / "in" / "**" / "*.txt"), "text"))
     assert list(documents(str(tmp_path / "in"), "text")) == ["a"]
+
+
+def test_a_folder_that_may_not_be_read_is_told_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "texts" / "closed"
+    closed.mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    listed = os.scandir
+
+    def refusing(path: Any) -> Any:
+        """As the system does for `closed`, but for whoever may read all."""
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for read in (lambda folder: next(documents(str(folder), "text")), lambda folder: Folder(folder, None).form):
+        with pytest.raises(UserError, match="texts/closed: Permission denied; let this user read it, or give") as told:
+            read(tmp_path / "texts")
+        assert "\n" not in str(told.value)
 
 
 def test_a_text_of_four_bytes_a_letter_is_told_with_what_to_do(tmp_path: Path) -> None:

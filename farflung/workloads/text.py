@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from farflung.errors import UserError
-from farflung.files import written_by_farflung
+from farflung.files import files_below, written_by_farflung
 from farflung.scoped import quiet
 from farflung.workloads import far
 from farflung.workloads.lost import Lost
@@ -194,8 +194,8 @@ def _matching(data: str) -> list[Path]:
     found = Path(data).expanduser()
     if written_by_farflung(found):
         raise UserError(f"data {data!r}: this is a run of farflung, and holds no text to train on; give other data")
-    names = _below(found) if found.is_dir() else _globbed(str(found))
-    paths = [found] if found.is_file() else sorted(path for path in names if path.is_file())
+    names = files_below(found) if found.is_dir() else _globbed(str(found))
+    paths = [found] if found.is_file() else sorted(names)
     if not paths:
         what = "this folder has no file to train on" if found.is_dir() else "no such file"
         hint = "; write a mixture as '0.7*PATH + 0.3*OTHER'" if "+" in data and "*" in data else ""
@@ -204,21 +204,18 @@ def _matching(data: str) -> list[Path]:
 
 
 def _globbed(pattern: str) -> Iterator[Path]:
-    """What a glob names. Raises UserError for a link that leads round, which would be followed again and again."""
+    """The files that a glob names.
+
+    Raises UserError for a link that leads round, which would be followed again and again.
+    """
     root = len(Path(pattern.partition("**")[0]).parts)
     for path in map(Path, glob.iglob(pattern, recursive=True)):
         folders = [folder.resolve() for folder in path.parents if "**" in pattern and len(folder.parts) >= root]
         if len({*folders}) < len(folders):
             narrower = "give the folder itself, whose links are not followed, or a narrower glob"
             raise UserError(f"data {pattern!r}: {path} goes round, by a link to a folder above it; {narrower}")
-        yield path
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """What is in a folder and in those below it, but for farflung's own runs."""
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not written_by_farflung(Path(where, name))]
-        yield from (Path(where, name) for name in names)
+        if path.is_file():
+            yield path
 
 
 def _read(path: Path, where: str) -> str:

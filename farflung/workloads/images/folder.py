@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from farflung.errors import UserError
-from farflung.files import write_text
+from farflung.files import files_below, write_text
 from farflung.workloads.images.pictures import Form, Pictures
 from farflung.workloads.images.settings import LEAST_SIDE
 
@@ -148,7 +148,7 @@ def _pictures(folder: Path) -> Iterator[Path]:
     from PIL import Image
 
     known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    return (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in known and path.is_file())
+    return (path for path in sorted(files_below(folder)) if path.suffix.lower() in known)
 
 
 @contextlib.contextmanager
