@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from farflung.errors import UserError
 from farflung.pipeline.division import divisible
 from farflung.workloads import Language, data, models, tokenizers
+from farflung.workloads.chat_store import Chat
 from farflung.workloads.dealing import Deal
 from farflung.workloads.images.folder import Folder
+from farflung.workloads.prepared import make
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
 
@@ -379,6 +381,40 @@ def test_rows_without_text_are_told(tmp_path: Path) -> None:
     assert [next(few), next(few)] == ["one", "two"]
     with pytest.warns(UserWarning, match="2 rows without text"):
         few.close()  # as where a limit of tokens is reached
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_what_a_store_has_lost_is_told_on_each_start(prepared: bool, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"\xfcber " * 100)
+    (tmp_path / "texts" / "b.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    given = LanguageSettings(data=str(tmp_path / "texts"), sequence_length=8)
+    if prepared:
+        make(tmp_path / "store", given, tokenizers.Bytes(), lambda *_: None)
+        given = replace(given, data=str(tmp_path / "store"))
+    for _ in range(2):
+        with pytest.warns(UserWarning) as told:
+            data.load(given, tokenizers.Bytes())
+        about = [str(one.message) for one in told]
+        assert len(about) == 2 and "a.txt: 100 bytes that are no UTF-8" in about[0], about
+        assert "b.jsonl: 1 row without text" in about[1], about
+
+
+def test_no_text_has_the_byte_that_ends_one(tmp_path: Path) -> None:
+    texts = ["x" * 9000 + "\0" + "y" * 99, "a\0\0b", "c"]
+    (tmp_path / "a.txt").write_text(texts[0])  # whose beginning alone shows whether a file is binary
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
+    given = LanguageSettings(data=str(tmp_path), sequence_length=8)
+    with pytest.warns(UserWarning, match=r"a.txt and 1 other file: 3 characters of code 0, which would end a text"):
+        loaded = data.load(given, tokenizers.Bytes())
+    tokens = torch.cat([loaded.batch(np.arange(loaded.available)), loaded.held_out(10**6)])
+    assert (tokens == tokenizers.Bytes.end).sum() <= len(texts)
+
+
+def test_no_chat_has_the_byte_that_ends_an_answer() -> None:
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b\0user: c"}
+    with pytest.raises(UserError, match=r"rows: record 1: .* character of code 0, .*; mend or remove it"):
+        Chat("rows: record 1", [asked, answered]).rendered(tokenizers.Bytes())
 
 
 def test_a_file_is_found_by_its_name_before_what_its_name_means_as_a_glob(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from farflung.errors import UserError, disk_errors
 from farflung.files import write_text
 from farflung.workloads import chat_store, store, text
 from farflung.workloads.far import is_far
+from farflung.workloads.lost import Lost, warn_of
 from farflung.workloads.progress import bar
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.store import Store, Told
@@ -64,7 +65,7 @@ def store_of(
     if is_prepared(settings):
         found = store.read(Path(settings.data).expanduser())
         _refuse_other(found, tokenizer, as_chats)
-        return found
+        return _told(found)
     kept = cache()
     by = [1 if numbered else formats.STORE.version, tokenizer.digest, settings.text_column, settings.max_tokens]
     by += ["chats", tokenizer.template] if as_chats else []
@@ -73,10 +74,10 @@ def store_of(
         folder = kept / "tokens" / _name(settings.data, seen, by, kept)
         # Who finds it whole needs no lock, so that many processes start at once, from a folder that is read only, too.
         if found_whole := store.whole(folder):
-            return found_whole
+            return _told(found_whole)
         with _alone(folder):
             if made_meanwhile := store.whole(folder):
-                return made_meanwhile
+                return _told(made_meanwhile)
             with _shown(settings.data, told) as tell:
                 made = make(folder, settings, tokenizer, tell, numbered, as_chats)
             if _seen(settings.data) != seen:  # later runs would find it by what the files held before
@@ -85,6 +86,12 @@ def store_of(
                     f"data {settings.data}: was written to while tokens were made of it; begin again when it is whole"
                 )
             return made
+
+
+def _told(found: Store) -> Store:
+    """A store that was made before, after a warning of what of its text was lost then."""
+    warn_of(found.manifest.lost)
+    return found
 
 
 def _shown(data: str, told: Told | None) -> contextlib.AbstractContextManager[Told]:
@@ -162,8 +169,9 @@ def make(
         if as_chats:
             made = chat_store.write(folder, chat_store.chats_of(settings), tokenizer, most, told)
         else:
-            documents = text.documents(settings.data, settings.text_column)
-            made = store.write(folder, documents, tokenizer, most, told, numbered)
+            lost = Lost(settings.text_column)
+            documents = text.documents(settings.data, settings.text_column, lost)
+            made = store.write(folder, documents, tokenizer, most, told, numbered, lost.told)
     except UserError:
         if not (folder / store.PROGRESS).exists():  # which a later attempt goes on from
             shutil.rmtree(folder)

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -123,6 +124,7 @@ class ShardCache:
         with _locked(folder, LONGEST_S):
             folder.mkdir(exist_ok=True)
             made = store.whole(folder) or self._made(folder, address)
+            self._lost.tell_again(made.manifest.lost)
             os.utime(folder / store.MANIFEST)
             found = Tokens(made.training, made.held_out)
         self.known[address] = (version, len(found.training))
@@ -136,7 +138,8 @@ class ShardCache:
         self._make_room(raw.stat().st_size, folder)
         try:
             documents = text.documents_of(raw, address, self._column, self._lost)
-            return store.write(folder, documents, self._tokenizer, None, lambda *_: None)
+            lost = partial(self._lost.told, address)
+            return store.write(folder, documents, self._tokenizer, None, lambda *_: None, lost=lost)
         finally:
             raw.unlink()
 

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -68,6 +68,8 @@ class Manifest:
     """Of chats, the hash of the template that they were rendered by; of text, nothing."""
     sources: str = ""
     """The hash of all documents in their order; nothing in stores of earlier releases."""
+    lost: Sequence[str] = ()
+    """What of their text is left out or replaced, in words; nothing in stores of earlier releases."""
 
     @property
     def files(self) -> dict[str, tuple[np.dtype[Any], int]]:
@@ -120,7 +122,7 @@ def read(folder: Path) -> Store:
         table = json.loads(where.read_text("utf-8"))
         formats.STORE.check(table, str(where))
         told = {name: table[name] for name in Manifest.__dataclass_fields__ if name in table}
-        store = Store(folder, Manifest(**told))
+        store = Store(folder, Manifest(**told | {"lost": tuple(map(str, table.get("lost", ())))}))
         sizes = [(folder / name).stat().st_size for name in store.manifest.files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{where}: the store is damaged ({error}); {remedy}") from error
@@ -140,7 +142,13 @@ def whole(folder: Path) -> Store | None:
 
 
 def write(
-    folder: Path, documents: Iterable[str], tokenizer: Tokenizer, most: int | None, told: Told, numbered: bool = False
+    folder: Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    most: int | None,
+    told: Told,
+    numbered: bool = False,
+    lost: Callable[[], Sequence[str]] = tuple,
 ) -> Store:
     """Makes a store of text, or goes on where another process was interrupted with the same documents.
 
@@ -148,10 +156,11 @@ def write(
         most: the most tokens; None for all.
         told: is told now and then how far it is.
         numbered: whether documents are held out by their number, as earlier releases did, and not by their content.
+        lost: says at the end what of their text is left out or replaced.
 
     Raises OSError where the disk does not let it, and what reading the documents raises.
     """
-    return _TextWriter(folder, tokenizer, most, numbered).write(filter(None, documents), told)
+    return _TextWriter(folder, tokenizer, most, numbered, lost).write(filter(None, documents), told)
 
 
 def write_sequences(
@@ -319,8 +328,15 @@ def token_kind(tokenizer: Tokenizer) -> np.dtype[np.integer]:
 class _TextWriter(Writer[str]):
     """Text is dealt to its files as it comes."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, most: int | None, numbered: bool) -> None:
-        self._kind, self._numbered = token_kind(tokenizer), numbered
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        most: int | None,
+        numbered: bool,
+        lost: Callable[[], Sequence[str]],
+    ) -> None:
+        self._kind, self._numbered, self._lost = token_kind(tokenizer), numbered, lost
         super().__init__(folder, tokenizer, most, dict.fromkeys(TEXT, self._kind))
 
     @property
@@ -345,7 +361,7 @@ class _TextWriter(Writer[str]):
             self._hold_out_the_end()
         training, held_out = (size // self._kind.itemsize for size in self.bytes)
         used = self.tokenizer.digest, self._kind.name
-        return Manifest(*used, self.documents, training, held_out, sources=self.sources)
+        return Manifest(*used, self.documents, training, held_out, sources=self.sources, lost=self._lost())
 
     def _hold_out_the_end(self) -> None:
         """Of too few documents to hold out whole ones, the end of the text is held out instead."""

@@ -44,7 +44,7 @@ COLUMNS_NAMED = 6
 """The most columns that a message names."""
 
 
-def documents(data: str, column: str) -> Iterator[str]:
+def documents(data: str, column: str, lost: Lost | None = None) -> Iterator[str]:
     """The documents that `--data` names, in one order on every machine.
 
     Args:
@@ -52,11 +52,12 @@ def documents(data: str, column: str) -> Iterator[str]:
             on another machine each piece of one, so that no more is read of it than is asked for; other files hold one
             a row.
         column: which column of a row holds its text.
+        lost: counts what is no text, and warns of it.
 
     Raises:
         UserError: there is nothing there, or it cannot be read.
     """
-    yield from _texts(records(data), column, Lost(column))
+    yield from _texts(records(data), column, lost or Lost(column))
 
 
 def documents_of(path: Path, where: str, column: str, lost: Lost) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _each_text(found: Iterable[tuple[str, str | Mapping[str, Any]]], column: str
             or_else = "copy it here first if it holds chats" if far.is_far(where) else "give a narrower path or glob"
             raise UserError(f"data {where}: no column {column!r}; set text_column to one of {named}, or {or_else}")
         elif isinstance(record[column], str):
-            yield record[column]
+            yield lost.legible(record[column], where)
         else:
             lost.row(where)
 

@@ -53,7 +53,12 @@ class Bytes:
         return len(tokens)
 
     def chat(self, messages: Sequence[Message]) -> templates.Rendered:
-        """A line `ROLE: CONTENT` of each message; an answer ends with byte 0 in place of the line's end."""
+        """A line `ROLE: CONTENT` of each message; an answer ends with byte 0 in place of the line's end.
+
+        Raises ChatError for a message with that byte in it.
+        """
+        if any("\0" in f"{message['role']}{message.get('content')}" for message in messages):
+            raise templates.ChatError("a message holds the character of code 0, which ends an answer")
         text, spans = "", []
         for message in messages:
             text += f"{message['role']}: "
