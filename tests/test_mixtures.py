@@ -22,7 +22,7 @@ from farflung.errors import UserError
 from farflung.events import EvaluationEvent
 from farflung.figure import LOSS
 from farflung.report.read import read_run
-from farflung.training.finish import _by_source
+from farflung.training.summary import by_source
 from farflung.workloads.dealing import Deal, mixed
 from farflung.workloads.language import Language
 from farflung.workloads.mixtures import BLOCK, sources
@@ -314,8 +314,8 @@ def test_mixtures_are_refused_where_there_can_be_one_source(two: str, tmp_path: 
 def test_machines_may_name_the_same_sources_otherwise() -> None:
     losses = [{"/a/x": 1.0, "/a/y": 3.0}, {"/b/x": 2.0, "/b/y": 5.0}]
     expected = {"/a/x": 1.5, "/a/y": 4.0}
-    assert _by_source(LOSS, losses) == {"validation_losses": expected}
-    assert _by_source(LOSS, [losses[0], {}]) == {}, "a machine has one source"
+    assert by_source(LOSS, losses) == {"validation_losses": expected}
+    assert by_source(LOSS, [losses[0], {}]) == {}, "a machine has one source"
 
 
 def test_max_tokens_does_not_limit_the_data_to_judge_by(tmp_path: Path) -> None:

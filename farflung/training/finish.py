@@ -1,11 +1,10 @@
-"""The end of a run: its results, over all replicas."""
+"""The end of a run: the mean of its replicas' weights, and how its results are written."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from farflung.durations import duration
 from farflung.events import Event, MemoryEvent
-from farflung.figure import Figure, figure_of
+from farflung.figure import figure_of
 from farflung.files import replacing, write_text
 from farflung.hooks.trained import trainable
 from farflung.networks import (
@@ -35,10 +34,10 @@ from farflung.training.averaged import Mean, PartByPart
 from farflung.training.core import holders_of
 from farflung.training.fitting import mean_home
 from farflung.training.resharding import buffer_names, mean_weights, whole_weights
+from farflung.training.summary import summary_of
 from farflung.training.terminal import say
 from farflung.training.trainer import Trainer
 from farflung.training.writing import as_told
-from farflung.workloads import Workload
 from farflung.workloads.base import Picture
 
 
@@ -79,7 +78,7 @@ def finish(trainer: Trainer, together: Together) -> dict[str, Any]:
     trainer.island.after_step()
     trainer.prune()
     scale = _assembled(trainer, len(facts))
-    return _summary(trainer.settings, trainer.island, trainer.workload, trainer.step, facts) | scale
+    return summary_of(trainer.settings, trainer.island, trainer.workload, trainer.step, facts) | scale
 
 
 def _assembled(trainer: Trainer, replicas: int) -> dict[str, float]:
@@ -139,84 +138,6 @@ def _met(trainer: Trainer, network: Network, parts: Sequence[Fragment], facts: d
     return means, facts_of_replicas(network, facts, "summary", deadline)
 
 
-def _summary(
-    settings: Settings, island: Island, workload: Workload, step: int, facts: list[dict[str, Any]]
-) -> dict[str, Any]:
-    seen = sum(fact["tokens"] for fact in facts)
-    replicas, count, parameters = settings.run.replicas, len(facts), facts[0]["parameters"]
-    figure, judged = figure_of(workload), island.evaluate()
-    # By the clock, a run counts no steps, and some replicas have more of them than others.
-    of_a_step = workload.units_per_sample * settings.island.batch_size
-    trained = seen // (count * of_a_step) if settings.by_clock else settings.run.steps
-    # On the internet, replicas have other numbers.
-    missing = set(range(replicas)) - {fact["replica"] for fact in facts} if count < replicas else set()
-    return {
-        "method": settings.rounds.method,
-        "units": workload.units,
-        "measure": workload.measure,
-        "judged_by": figure._asdict(),
-        "replicas": replicas,
-        "missing": sorted(missing),
-        "steps": step,
-        "stages": island.settings.stages,
-        "shards": island.settings.shard,
-        "islands": settings.island.islands,
-        "parameters": parameters,
-        "tokens": seen,
-        **_epochs(workload, seen / workload.units_per_sample),
-        figure.key: sum(fact["score"] for fact in facts) / count,
-        f"{figure.key}_per_replica": [fact["score"] for fact in facts],
-        **_by_source(figure, [fact["scores"] for fact in facts]),
-        f"{figure.key}_averaged": judged.value if judged else None,
-        **({"others_averaged": dict(judged.others)} if judged and judged.others else {}),
-        "bytes_sent": sum(fact["sent"] for fact in facts),
-        "boundary_bytes": sum(fact["boundary"] for fact in facts),
-        "ddp_bytes": ddp_bytes(parameters, settings, count, trained),
-        **({"steps_trained": trained} if settings.by_clock else {}),
-        "rounds": max(fact["rounds"] for fact in facts),
-        "seconds": max(fact["seconds"] for fact in facts),
-        "seconds_blocked": sum(fact["blocked"] for fact in facts) / count,
-        **_speed(facts),
-        **({"memory": told} if (told := [fact["memory"] for fact in facts if "memory" in fact]) else {}),
-        **({"weight_spread": (sum(fact["deviation"] for fact in facts) / count) ** 0.5} if count > 1 else {}),
-    }
-
-
-def _epochs(workload: Workload, samples: float) -> dict[str, Any]:
-    """How often each sample has come where that is known, or each of a source."""
-    if available := getattr(workload, "available", None):
-        return {"epochs": samples / available}
-    epochs_of: Callable[[float], dict[str, float]] = getattr(workload, "epochs", lambda _: {})
-    return {"epochs_of_sources": of} if (of := epochs_of(samples)) else {}
-
-
-def _by_source(figure: Figure, scores: list[dict[str, float]]) -> dict[str, Any]:
-    """The replicas' mean scores of each source, as the first one names it: machines may have other paths.
-
-    Nothing where there is one source, or more for some replicas than for others.
-    """
-    if len({*map(len, scores)}) > 1:
-        return {}
-    each = zip(*(own.values() for own in scores), strict=True)
-    found = {name: sum(own) / len(scores) for name, own in zip(scores[0], each, strict=True)}
-    return {figure.key_of_sources: found} if found else {}
-
-
-def _speed(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The replicas' units a second together, their mean MFU where it is known, and where their time went.
-
-    Nothing of simulated ones, or where no step was left to train.
-    """
-    spent, used = Counter[str](), [fact["mfu"] for fact in facts if fact["mfu"]]
-    for fact in facts:
-        spent.update(fact["spent"])
-    if not spent:
-        return {}
-    together = {"tokens_per_second": sum(fact["speed"] for fact in facts)}
-    mfu = {"mfu": sum(used) / len(used)} if used else {}
-    return together | mfu | {"spent": dict(spent.most_common())}
-
-
 def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], device: torch.device) -> None:
     """Writes the results of independent replicas, by their numbers and the run folders in which they have ended.
 
@@ -252,7 +173,7 @@ def finish_apart(settings: Settings, folder: Path, ended: Mapping[int, Path], de
                 "spent": told.get("spent", {}),
             }
         )
-    summary = _summary(settings, island, workload, settings.run.steps, facts)
+    summary = summary_of(settings, island, workload, settings.run.steps, facts)
     try:
         checkpoint.write(checkpoint.average_of(folder), _average(island))
         _write_summary(folder, summary, island.sample())
@@ -357,8 +278,3 @@ def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "")
             )
             told = True
         time.sleep(TRY_EVERY_SECONDS)
-
-
-def ddp_bytes(parameters: int, settings: Settings, count: int, steps: int) -> int:
-    """The bytes of so many of N replicas that average float32 gradients every step: 2 (N - 1) / N messages each."""
-    return 4 * parameters * 2 * (settings.run.replicas - 1) * steps * count // settings.run.replicas
