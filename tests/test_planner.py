@@ -1,6 +1,7 @@
 """The simulator without tensors, and the planner: against simulated training, by hand, and as commands."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ from farflung import Method, methods
 from farflung.cells import cells_among
 from farflung.codecs import Modulo, Quantize
 from farflung.errors import UserError
+from farflung.inner import INNER
 from farflung.methods import RECIPES
 from farflung.networks import Conditions, Simulation
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
@@ -349,6 +351,17 @@ def test_more_stages_and_shards_need_less_memory_each() -> None:
     assert states < needed[0] < states * 2
     # What is gathered of shards is whole until the step is over: weights and gradients.
     assert needed[1] > states / 4 + 8 * model.parameters
+
+
+def test_what_the_optimizer_keeps_is_counted_and_no_more() -> None:
+    """Muon keeps one moment of layers' matrices where AdamW keeps two, and AdamW's two of all else."""
+    model, run = architecture_of("llama-1.3b"), IslandSettings(batch_size=16)
+    by_adamw, by_muon = (
+        memory_bytes(model, run, replace(methods.diloco(), inner=INNER[name]), 1024) for name in ("adamw", "muon")
+    )
+    matrices = sum(math.prod(shape) for layer in model.layers for shape in layer.shapes if len(shape) == 2)
+    assert matrices > 0.8 * model.parameters
+    assert by_adamw - by_muon == pytest.approx(4 * matrices, rel=1e-3)
 
 
 # The planner

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
+from farflung.inner import Inner
 from farflung.outer import Method, kept_bytes
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture
 from farflung.planner.saved import counted
+from farflung.planner.updates import updates_of
 from farflung.workloads.base import Span
 
 COPY = 4
 """Bytes a parameter of one float32 copy."""
-
-TRAINED = 4 * COPY
-"""Bytes a parameter of weights, gradients, and AdamW's two moments."""
 
 LOGITS = 12
 """Bytes of a token's logit: itself, its log-probability, and its gradient."""
@@ -33,13 +32,21 @@ def _stage_bytes(
     model: Architecture, island: IslandSettings, method: Method, length: int, stage: int, span: Span
 ) -> float:
     parameters = sum(part.parameters for part in model.parts(span))
-    kept = parameters * TRAINED + kept_bytes(method, model.stage_cells(span)) + copied_bytes(model, span)
+    kept = 2.0 * COPY * parameters + moment_bytes(method.inner, model, span)
+    kept += kept_bytes(method, model.stage_cells(span)) + copied_bytes(model, span)
     whole = 0.0
     if island.shard > 1 or island.offload:
         # FSDP keeps a stage's weights and summed gradients whole until the last microbatch is through.
         whole = 2.0 * COPY * parameters + copied_bytes(model, span)
         kept = 0.0 if island.offload else kept / island.shard
     return kept + whole + frozen_bytes(model, span) + activation_bytes(model, island, length, stage, span) + RESERVED
+
+
+def moment_bytes(inner: Inner, model: Architecture, span: Span) -> int:
+    """Of what the inner optimizer keeps of a stage's parameters."""
+    ends = [*([model.first] * span.first), *([model.last] * span.last)]
+    layers = [updates_of(inner, layer.shapes, in_layers=True) for layer in model.layers[span.begin : span.end]]
+    return sum(part.moment_bytes for part in [*layers, *(updates_of(inner, end.shapes, False) for end in ends)])
 
 
 def copied_bytes(model: Architecture, span: Span) -> int:
