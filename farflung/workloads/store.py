@@ -68,7 +68,7 @@ class Manifest:
     """Of chats, the hash of the template that they were rendered by; of text, nothing."""
     sources: str = ""
     """The hash of all documents in their order; nothing in stores of earlier releases."""
-    lost: Sequence[str] = ()
+    lost: tuple[str, ...] = ()
     """What of their text is left out or replaced, in words; nothing in stores of earlier releases."""
 
     @property
@@ -361,7 +361,7 @@ class _TextWriter(Writer[str]):
             self._hold_out_the_end()
         training, held_out = (size // self._kind.itemsize for size in self.bytes)
         used = self.tokenizer.digest, self._kind.name
-        return Manifest(*used, self.documents, training, held_out, sources=self.sources, lost=self._lost())
+        return Manifest(*used, self.documents, training, held_out, sources=self.sources, lost=tuple(self._lost()))
 
     def _hold_out_the_end(self) -> None:
         """Of too few documents to hold out whole ones, the end of the text is held out instead."""
