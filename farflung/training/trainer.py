@@ -9,21 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from farflung.errors import LostDataError, UserError
 from farflung.hooks.trained import trainable
-from farflung.inner import names_of
 from farflung.networks import Network
 from farflung.outer import Round, Session
 from farflung.outer.elastic import CATCH_UP_SECONDS
 from farflung.pipeline.compiling import telling_of_compilers
 from farflung.settings import Settings
 from farflung.training import checkpoint
-from farflung.training.agreement import refuse_changed_data
 from farflung.training.checkpoint import Checkpoint
 from farflung.training.core import holders_of
 from farflung.training.dealt_tables import DealtTables
@@ -32,10 +30,11 @@ from farflung.training.fitting import fitting, host_is_planned, mean_home
 from farflung.training.kept import Coordination
 from farflung.training.learning_rate import lr_scale
 from farflung.training.profiling import Profile
-from farflung.training.resharding import buffer_names, load_state, whole_rounds
+from farflung.training.resharding import load_state
 from farflung.training.run_log import Progress, RunLog
 from farflung.training.saving import Saving
 from farflung.training.seats import seated
+from farflung.training.state import restore, state_of
 from farflung.training.stopping import StoppedError, seconds_here
 from farflung.training.tail import TailAverage
 from farflung.training.writing import Writing
@@ -94,7 +93,7 @@ class Trainer:
         events = event_log(folder, self.island, network.now, self._saved, resume_step is not None)
         self.log = RunLog(settings, self.workload, self.island, self.network, events, self.progress, self.averaged)
         plan = folder / "memory" / f"{self.file_stem}.json"
-        self._computing = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
+        self.computing = fitting(self.island, self.optimizer, make, self.method, plan, self.log)
         # Replicas that are simulated write at moments of their own clock, and there may be many.
         background = not (network.timed or host_is_planned(settings.island, device))
         self.saving = Saving(folder, self.file_stem, events.flush_to_disk, background)
@@ -196,7 +195,8 @@ class Trainer:
         self.island.gives_with(session.give)
         with contextlib.closing(self.island), session:
             if self._saved:
-                self._restore(self._saved, session)
+                restore(self, self._saved, session)
+                self._saved = None
             yield session
 
     def _train_step(self, session: Session) -> None:
@@ -274,7 +274,7 @@ class Trainer:
         """See Island.gradients; without data, the run stops at a step that all replicas agree on."""
         if not self._lost:
             try:
-                return self._computing.gradients(self.progress.trained)
+                return self.computing.gradients(self.progress.trained)
             except LostDataError as error:
                 self._lost = error
                 self.stop.request()
@@ -291,7 +291,7 @@ class Trainer:
         with self.log.rate.paused(), self.log.spent.on("checkpoints"):
             self._end_saving(wait=True)
             session.saved()
-            self.saving.begin(self.step, self._state(session), self._score)
+            self.saving.begin(self.step, state_of(self, session), self._score)
 
     def _end_saving(self, wait: bool) -> None:
         """Tells of the last checkpoint once it is written, and removes those that nobody needs any more."""
@@ -335,53 +335,6 @@ class Trainer:
         checkpoint.forget_after(self.folder, replica, self.step)
         if self.step < self.settings.run.steps:
             checkpoint.forget_results(self.folder, self.island.part_stem)
-
-    def _state(self, session: Session) -> Checkpoint:
-        return {
-            "shard": self.island.coordinates.shard,
-            "names": names_of(self.optimizer),
-            "model": self.model.state_dict(),
-            "buffers": buffer_names(self.model),
-            "optimizer": self.optimizer.state_dict(),
-            "dealt": self.dealt.state_dict() if self.dealt else {},
-            "outer": session.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-            "trained": self.progress.trained,
-            "rounds": self.progress.rounds,
-            "late": self.tail.state_dict(),
-            "data": dict(getattr(self.workload, "known", {})),
-            "traffic": dataclasses.asdict(self.network.traffic),
-            "boundary_traffic": dataclasses.asdict(self.island.traffic),
-            "clock": self.network.timed.clock() if self.network.timed else None,
-            "bytes_told": self.progress.bytes_told,
-            "elapsed": self.log.events.elapsed_s(),
-            "events_size": self.log.events.size(),
-        }
-
-    def _restore(self, state: Checkpoint, session: Session) -> None:
-        self.model.load_state_dict(state["model"])
-        if self.dealt:
-            self.dealt.load_state_dict(state["dealt"])
-        if not session.has_cells(state["outer"]):
-            state["outer"] = whole_rounds(self.folder, self.step, self.island.coordinates.replica)
-        session.load_state_dict(state["outer"])
-        self._computing.take(state["optimizer"], state["trained"])
-        torch.set_rng_state(state["random"])
-        if state["random_cuda"] is not None:
-            torch.cuda.set_rng_state(state["random_cuda"], self.device)
-        progress = self.progress
-        progress.trained, progress.rounds, progress.bytes_told = state["trained"], state["rounds"], state["bytes_told"]
-        self.tail.load_state_dict(state["late"])
-        if known := state.get("data"):
-            refuse_changed_data(known, now := cast(Any, self.workload).known)
-            now.update(known)
-        saved = (state["traffic"], state["boundary_traffic"])
-        for traffic, values in zip((self.network.traffic, self.island.traffic), saved, strict=True):
-            for name, value in values.items():
-                setattr(traffic, name, value)
-        self.island.restored(self.step)  # a tied head's copy is in no checkpoint
-        self._saved = None
 
     def _catch_up(self, session: Session) -> None:
         began = self.network.now()
