@@ -397,6 +397,8 @@ def test_a_run_begins_with_invite_and_goes_on_the_next_day_from_the_folder_alone
     assert run_here(monkeypatch, tmp_path, "join", "run.ticket", "--out", "two") == 0
     events = next((tmp_path / "two" / "events").glob("*.jsonl")).read_text()
     assert '"joined"' in events and '"finished"' in events
+    learnt = next((tmp_path / "one" / "events").glob("*.jsonl")).read_text()
+    assert learnt.count('"event": "step"') == learnt.count('"peak_memory": ') > 0
     assert run_here(monkeypatch, tmp_path, "invite", *at, "--swarm", "--stages", "2", *SMALL, "--batch-size", "4") != 0
     assert "peers in a folder do not" in capsys.readouterr().err
 

@@ -120,7 +120,8 @@ def test_a_swarm_trains_past_deaths_counts_each_microbatch_once_and_is_exported(
     assert len(started - ended) < len(started) / 10
     assert any(len(event.group) == 2 for event in swarm.events(stayed, RoundEvent))
     assert swarm.events(moved, JoinedEvent), "it has begun with the copy that others kept of the stage"
-    assert all(swarm.events(name, StepEvent)[-1].boundary_bytes for name in running)
+    last = [swarm.events(name, StepEvent)[-1] for name in running]
+    assert all(event.boundary_bytes and event.peak_memory for event in last)
     assert not any("validation loss not finite" in swarm.said(name) for name in stages), "before anybody has judged"
     losses = [event.loss for event in swarm.events(stayed, StepEvent) if event.loss is not None]
     assert sum(losses[-10:]) / 10 < 3.5, "from 5.5 nats a token, untrained"

@@ -165,7 +165,7 @@ class RunLog:
                 mfu=speed * self._share_of_peak or None,
                 # Replicas that are simulated share their process, whose figures differ from run to run.
                 spent=None if network.timed else spent,
-                peak_memory=peak_memory(device) if self.settings.network.network == "torch" else None,
+                peak_memory=None if network.timed else peak_memory(device),
             )
         )
 
