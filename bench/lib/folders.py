@@ -2,17 +2,22 @@
 
     python -m bench.lib.folders KIND FOLDER ADDRESS PORT      serves a folder, where its kind needs a server
 
-S3 is moto's server, with s3fs, in a folder of packages of its own; WebDAV is wsgidav; SFTP is asyncssh's server.
+S3 is moto's server, with s3fs, in a folder of packages of its own; WebDAV is wsgidav and nginx; SFTP is asyncssh's
+server and OpenSSH's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -24,10 +29,14 @@ from farflung.testing.hosts import LOOPBACK, Process, free_port
 from farflung.testing.waiting import until
 
 BUCKET = "bucket"
+PACKAGES = {"nginx": "nginx and libnginx-mod-http-dav-ext", "sshd": "openssh-server"}
 
 
 class Disk:
     """A folder of this machine, as it would be of a shared disk."""
+
+    program = ""
+    """What the machine must have for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,10 +88,13 @@ class Served(Disk):
             self._process.wait()
 
     def resume(self) -> None:
-        command = [sys.executable, "-m", "bench.lib.folders", self.kind, str(self.folder), "127.0.0.1", str(self.port)]
         with self.folder.with_name(f"{self.kind}.log").open("a") as log:
-            self._process = LOOPBACK.popen(command, self.environment, cwd=ROOT, stdout=log, stderr=log)
+            self._process = LOOPBACK.popen(self.command(), self.environment, cwd=ROOT, stdout=log, stderr=log)
         until(self._answers, 60, f"the {self.kind} server; see {self.folder.with_name(self.kind)}.log")
+
+    def command(self) -> list[str]:
+        """What serves the folder until it is killed."""
+        return [sys.executable, "-m", "bench.lib.folders", self.kind, str(self.folder), "127.0.0.1", str(self.port)]
 
     def _answers(self) -> bool:
         with socket.socket() as one:
@@ -108,6 +120,93 @@ class Sftp(Served):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.url = f"sftp://peer:word@127.0.0.1:{self.port}/run"
+
+
+NGINX = """
+load_module {modules}/ngx_http_dav_ext_module.so;
+daemon off;
+master_process off;
+pid {scratch}/nginx.pid;
+error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_max_body_size 0;
+    client_body_temp_path {scratch}/body;
+    proxy_temp_path {scratch}/proxy;
+    fastcgi_temp_path {scratch}/fastcgi;
+    uwsgi_temp_path {scratch}/uwsgi;
+    scgi_temp_path {scratch}/scgi;
+    server {{
+        listen 127.0.0.1:{port};
+        root {folder};
+        dav_methods PUT DELETE MKCOL COPY MOVE;
+        dav_ext_methods PROPFIND OPTIONS;
+    }}
+}}
+"""
+"""One process, so that it ends with its connections when it is killed."""
+
+
+class Nginx(WebDav):
+    """nginx, with its modules for WebDAV."""
+
+    kind = "nginx"
+    program = "nginx"
+
+    def command(self) -> list[str]:
+        built = subprocess.run(["nginx", "-V"], capture_output=True, text=True, check=True).stderr
+        modules = re.search(r"--modules-path=(\S+)", built)
+        scratch = self.folder.parent
+        told = {"modules": modules[1] if modules else "modules", "scratch": scratch, "folder": self.folder}
+        (scratch / "nginx.conf").write_text(NGINX.format(port=self.port, **told))
+        return ["nginx", "-p", str(scratch), "-c", str(scratch / "nginx.conf")]
+
+
+class OpenSsh(Served):
+    """OpenSSH's server, for this machine's user with a key made for it."""
+
+    kind = "openssh"
+    program = "sshd"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._keys = folder.parent / "host", folder.parent / "user"
+        self.url = f"sftp://{getpass.getuser()}@127.0.0.1:{self.port}{folder.resolve()}/run"
+        self.environment = {"FSSPEC_SFTP_KEY_FILENAME": str(self._keys[1])}
+        for key in self._keys:
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+
+    def command(self) -> list[str]:
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it separates privileges there
+        host, user = self._keys
+        options = {
+            "ListenAddress": f"127.0.0.1:{self.port}",
+            "HostKey": host,
+            "AuthorizedKeysFile": user.with_suffix(".pub"),
+            "StrictModes": "no",  # the folder of a bench may be anybody's
+            "PidFile": "none",
+            "PermitRootLogin": "prohibit-password",
+            "Subsystem": "sftp internal-sftp",
+        }
+        program = shutil.which(self.program)
+        assert program
+        return [program, "-D", "-e", "-f", "/dev/null", *(f"-o{name} {value}" for name, value in options.items())]
+
+    def pause(self) -> None:
+        assert self._process
+        sessions = list(_children(self._process.pid))
+        super().pause()
+        for pid in sessions:  # which outlive what has begun them
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> Iterator[int]:
+    """The processes that one has begun, and those that these have."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield int(child)
+        yield from _children(int(child))
 
 
 class S3(Served):
@@ -151,7 +250,20 @@ class S3(Served):
         self._process.send_signal(number)
 
 
-FOLDERS: dict[str, type[Disk]] = {"disk": Disk, "s3": S3, "webdav": WebDav, "sftp": Sftp}
+FOLDERS: dict[str, type[Disk]] = {
+    "disk": Disk,
+    "s3": S3,
+    "webdav": WebDav,
+    "nginx": Nginx,
+    "sftp": Sftp,
+    "openssh": OpenSsh,
+}
+
+
+def missing(name: str) -> str:
+    """What this machine lacks for a kind of folder, and what to do; empty where it has all."""
+    program = FOLDERS[name].program if name in FOLDERS else ""
+    return f"{program} is missing; install {PACKAGES[program]}" if program and not shutil.which(program) else ""
 
 
 def unavailable() -> str | None:

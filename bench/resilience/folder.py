@@ -1,7 +1,7 @@
 """Do peers that meet in a folder learn as on the internet, and bear what befalls them and their store?
-On real servers of this machine: a shared disk, S3 (moto's), WebDAV (wsgidav) and SFTP (asyncssh's). First, each
-method's loss beside the internet network's; then peers killed with -9 every 20 s, the store away for a minute, all
-stopped and the run begun again from the folder alone. Takes three quarters of an hour.
+On real servers of this machine: a shared disk, S3 (moto's), WebDAV (wsgidav, nginx) and SFTP (asyncssh's, OpenSSH's),
+as far as they are installed. First, each method's loss beside the internet network's; then peers killed with -9 every
+20 s, the store away for a minute, all stopped and the run begun again from the folder alone. Takes an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib import hardship
-from bench.lib.folders import FOLDERS, Disk, unavailable
+from bench.lib.folders import FOLDERS, Disk, missing, unavailable
 from bench.lib.hardship import Check, check, checks
 from bench.lib.store import Store
 from bench.lib.table import Part, Table
@@ -242,10 +242,13 @@ def next_day(peers: PeerProcesses, server: Disk, reached: int) -> Iterator[Check
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    places = ("internet", *options.stores) if options.internet else options.stores
+    for name in filter(missing, options.stores):
+        yield f"{name} is not tried: {missing(name)}"
+    stores = [name for name in options.stores if not missing(name)]
+    places = ["internet", *stores] if options.internet else stores
     columns = {"method": "", "through": "", "loss": ".4f", "met": ".0%", "members alike after": "", "left": ""}
     rows = (calm(options, store, method, name) for method in options.methods for name in places)
     if options.calm:
         yield Table(columns, rows, f"{options.peers} peers, {options.steps} steps")
     if options.seconds:
-        yield checks(row for name in options.stores for row in disturbed(options, store, name))
+        yield checks(row for name in stores for row in disturbed(options, store, name))

@@ -13,42 +13,24 @@ from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
-from fsspec.config import conf
 from fsspec.core import url_to_fs
 from tenacity import RetryCallState, Retrying, retry_if_not_exception_type, stop_after_delay, wait_random_exponential
 
 from farflung.errors import UserError
 from farflung.networks.base import Traffic
+from farflung.networks.folder.kinds import STALL_SECONDS, kind_of, options_for
 
 T = TypeVar("T")
 
 FINAL = (FileNotFoundError, FileExistsError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 """What does not pass when it is tried again."""
 LONGEST_PAUSE_SECONDS = 15.0
-STALL_SECONDS = 10.0
-"""How long a request may stand still."""
-RENAMED: dict[str, Callable[[Any, str, str], None]] = {
-    "file": lambda files, beside, path: _linked(files, beside, path),
-    "local": lambda files, beside, path: _linked(files, beside, path),
-    "smb": lambda files, beside, path: files.mv(beside, path),
-    "sftp": lambda files, beside, path: files.ftp.rename(beside, path),
-    "ssh": lambda files, beside, path: files.ftp.rename(beside, path),
-    "webdav": lambda files, beside, path: files.client.move(beside, path, overwrite=False),
-}
-"""Stores where others may see a file before all of it is written: there it is written beside, and renamed.
-
-How that is done so that it fails where there is such a file already: of two that write it, one has.
-"""
 LARGE = 1 << 19
 """Bytes of objects that are written one after the other: others read the first while the next is written."""
 BESIDE = "."
 """How the name of a file begins that is not whole yet."""
-ONE_AT_A_TIME = {"sftp", "ssh"}
-"""Stores whose connection bears but one request at a time."""
 MEASURED = 8
 """Listings whose mean is what one takes."""
-REMOVED_AT_ONCE = {"s3", "s3a", "gs", "gcs"}
-"""Stores that remove many objects with one request."""
 
 
 class StoreAwayError(Exception):
@@ -68,10 +50,7 @@ class Store:
         self._link = threading.Lock()
         self._listings = deque[float](maxlen=MEASURED)
         self._open()
-        protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else set(self._files.protocol)
-        self._rename = next((RENAMED[one] for one in protocols & RENAMED.keys()), None)
-        self._one_removal = bool(protocols & REMOVED_AT_ONCE)
-        self._turn = threading.Lock() if protocols & ONE_AT_A_TIME else contextlib.nullcontext()
+        self._turn = threading.Lock() if self._kind.one_at_a_time else contextlib.nullcontext()
         self._creates = (
             "mode" in inspect.signature(getattr(self._files, "_pipe_file", self._files.pipe_file)).parameters
         )
@@ -79,7 +58,11 @@ class Store:
     def _open(self) -> None:
         """Connects to the store, perhaps anew. Raises UserError."""
         try:
-            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **_how(self.url))
+            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **options_for(self.url))
+            protocols = self._files.protocol
+            self._kind = kind_of((protocols,) if isinstance(protocols, str) else protocols)
+            if self._kind.path_has_host:
+                self._root = self._root.partition("/")[2]
             if hasattr(self._files, "ftp"):  # what it is told holds for its beginning
                 self._files.ftp.get_channel().settimeout(STALL_SECONDS)
             if hasattr(self._files, "retries"):
@@ -92,7 +75,7 @@ class Store:
 
     def begin(self) -> None:
         """Makes the folder where such a thing exists. Raises StoreAwayError."""
-        if not self._rename:
+        if not self._kind.rename:
             return
         try:
             self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
@@ -109,7 +92,7 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; whether it has. Raises StoreAwayError."""
         try:
-            self._asked(lambda: self._write(name, content) if self._rename else self._new(name, content))
+            self._asked(lambda: self._write(name, content) if self._kind.rename else self._new(name, content))
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
@@ -124,7 +107,7 @@ class Store:
         try:
             found = self._asked(lambda: self._listed(some))
         except FileNotFoundError as error:
-            if self._rename:  # where `begin` has made it
+            if self._kind.rename:  # where `begin` has made it
                 raise StoreAwayError(f"{self.url} is not there any more") from error
             return {}
         named = ((str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found if one["type"] == "file")
@@ -137,13 +120,13 @@ class Store:
 
     def get(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
         """An object's content, or a part of it. Raises FileNotFoundError and StoreAwayError."""
-        content: bytes = self._asked(lambda: self._files.cat_file(self._path(name), start=begin, end=end))
+        content: bytes = self._asked(lambda: self._kind.read(self._files, self._path(name), begin, end))
         self.traffic.bytes_received += len(content)
         return content
 
     def remove(self, names: Sequence[str]) -> list[str]:
         """Removes objects, if they are there; those that may not be removed. Raises StoreAwayError."""
-        if self._one_removal and names:
+        if self._kind.removes_many and names:
             paths = [self._path(name) for name in names]
             return [] if self._removed(lambda: self._files.rm(paths)) else list(names)
         return [name for name in names if not self._removed(partial(self._remove_one, name))]
@@ -170,7 +153,7 @@ class Store:
         try:
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
-            if not some or self._rename:
+            if not some or self._kind.rename:
                 raise
             found = []
         if some and not found:
@@ -182,18 +165,21 @@ class Store:
         return f"{self._root}/{name}"
 
     def _write(self, name: str, content: bytes) -> None:
-        """Writes an object; where that takes a while for others to see, beside, and puts it in its place.
+        """Writes an object; where others may see a part of it meanwhile, beside, and puts it in its place.
+
+        Of an empty one there is no part.
 
         Raises FileExistsError for a file that is there and was written beside.
         """
         path = self._path(name)
-        if not self._rename:
-            self._files.pipe_file(path, content)
+        if not self._kind.rename:
+            self._kind.write(self._files, path, content)
             return
         beside = self._path(f"{BESIDE}{os.urandom(8).hex()}")
         try:
-            self._files.pipe_file(beside, content)
-            self._rename(self._files, beside, path)
+            self._kind.write(self._files, beside if content else path, content)
+            if content:
+                self._kind.rename(self._files, beside, path)
         except Exception as error:
             with contextlib.suppress(Exception):  # on a full disk, even a part of it takes room
                 self._files.rm_file(beside)
@@ -240,20 +226,6 @@ class Store:
             raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {_told(error)}") from error
 
 
-def _linked(files: Any, beside: str, path: str) -> None:
-    """Puts a file of this machine in its place unless there is one. Raises FileExistsError."""
-    try:
-        files.link(beside, path)
-    except FileExistsError:
-        raise
-    except OSError:  # the disk knows no links: two might both come first
-        if files.exists(path):
-            raise FileExistsError(path) from None
-        files.mv(beside, path)
-    else:
-        files.rm_file(beside)
-
-
 def _told(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
@@ -265,20 +237,3 @@ def clock_of(store: Store, name: str) -> float | None:
         return float(files.modified(store._path(name)).timestamp())
     except (NotImplementedError, AttributeError, OSError):
         return None
-
-
-def _how(url: str) -> dict[str, Any]:
-    """What a store must be told besides its URL: how long it may stand still, and a WebDAV server's address.
-
-    That is not given where fsspec's settings do. Trying again is not the store's work, which would take minutes.
-    """
-    protocol, _, rest = url.partition("://")
-    if protocol in ("s3", "s3a"):
-        waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"max_attempts": 0}}
-        return {"config_kwargs": waits}
-    if protocol in ("sftp", "ssh"):
-        return dict.fromkeys(("timeout", "banner_timeout", "auth_timeout", "channel_timeout"), STALL_SECONDS)
-    if protocol == "webdav":
-        address = conf.get(protocol, {}).get("base_url", f"https://{rest.partition('/')[0]}")
-        return {"base_url": address, "timeout": STALL_SECONDS}
-    return {}
