@@ -24,6 +24,7 @@ class Between:
     """The seat of a process among some of other replicas, in the order of the replicas."""
 
     elastic = timed = islands = near = board = None
+    worth_a_packet = 0
     processes: tuple[int, ...] = ()
 
     def __init__(self, network: SimulatedNetwork, seats: Sequence[int]) -> None:

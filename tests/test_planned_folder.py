@@ -79,6 +79,19 @@ def test_a_plan_through_a_folder_takes_longer_and_tells_what_the_store_costs(tmp
     assert far.store >= far.bytes_sent / 1e9  # at a price of 1 a gigabyte: a pair reads what it writes
 
 
+def test_a_plan_counts_the_requests_of_the_meeting_and_of_the_exchange(tmp_path: Path) -> None:
+    """A note, a listing; a packet, a listing, another's packet, and half a pause, which is as much as a listing."""
+    exchanges = []
+    for latency_ms in (0, 100):
+        machines = tmp_path / f"{latency_ms}.toml"
+        machines.write_text(f"{MACHINES}latency_ms = {latency_ms}\n")
+        options = PlanOptions("micro", machines, 1e9, methods="noloco", folder=True, batch_tokens=4096, search_s=0)
+        exchanges.append({one.choice.layout.replicas: one.exchange for one in plan(options)[0]})
+    near, far = exchanges
+    replicas = max(far)
+    assert far[replicas] - near[replicas] == pytest.approx(6 * 0.1)
+
+
 def test_what_is_planned_through_a_folder_can_be_begun_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

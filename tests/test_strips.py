@@ -105,6 +105,20 @@ def test_a_checked_message_comes_in_strips_and_counts_as_a_whole_or_not_at_all(l
     assert ("times as large as usual" in lost, 1 in blamed) == (not taken, not taken)
 
 
+@pytest.mark.parametrize(("worth", "packets"), [(0, 6), (100, 6), (400, 3), (10_000, 1)])
+def test_strips_are_fewer_where_a_packet_costs_requests(worth: int, packets: int) -> None:
+    def work(network: SimulatedNetwork) -> tuple[Tensor, int]:
+        network.worth_a_packet = worth
+        message = torch.full((300,), float(network.rank))
+        averaged(network, Dense(), Aggregation("mean", lambda *_: None))(message, "x").wait(5)
+        return message, network.traffic.packets_sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "STRIP", 50)
+        for message, sent in Simulation(2).run(work):
+            assert torch.equal(message, torch.full((300,), 0.5)) and sent == packets
+
+
 def averaged(
     network: SimulatedNetwork, codec: Codec, aggregation: Aggregation | None = None
 ) -> Callable[[Tensor, str], Pending[Tensor]]:

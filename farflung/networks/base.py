@@ -156,6 +156,7 @@ class Network(Protocol):
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
         board: where replicas leave each other words, if there is such a place.
+        worth_a_packet: bytes of a message that are worth a packet of their own, where each takes requests; else 0.
         near: the network of the processes that are this replica together, where this one alone, or one of the others
             for it, is on this network.
     """
@@ -180,6 +181,9 @@ class Network(Protocol):
 
     @property
     def near(self) -> Network | None: ...  # noqa: D102
+
+    @property
+    def worth_a_packet(self) -> int: ...  # noqa: D102
 
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""

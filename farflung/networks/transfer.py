@@ -34,6 +34,7 @@ class RealNetwork:
     rank: int
     timed = None
     board: Board | None = None
+    worth_a_packet = 0
 
     def __init__(self) -> None:
         self.traffic = Traffic()

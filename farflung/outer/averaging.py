@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung.codecs import Codec, Dense, Packet, PacketError
 from farflung.codecs.values import norm
 from farflung.networks import Group, Network, Pending
-from farflung.outer.bundles import Bundle, Cells, cut, joint_error, strips
+from farflung.outer.bundles import MOST_STRIPS, Bundle, Cells, cut, joint_error, strips
 from farflung.outer.columns import Message
 from farflung.outer.fusing import LENGTHS, Joined, Radial
 from farflung.outer.pending import Averaged, Together
@@ -135,7 +135,7 @@ class Averaging:
 
     def set_reference(self, message: Message) -> None:
         """See Codec."""
-        for codec, strip in self._strips(message.cells):
+        for codec, strip in self._strips([message.cells]):
             codec.set_reference(strip)
 
     def wants_reference(self) -> bool:
@@ -175,7 +175,7 @@ class Averaging:
         return Bundle([self._codec(cell, use) for cell in cells], [len(tensors) for tensors in cells.values()])
 
     def _all_gather(self, message: Message, meeting: Meeting) -> tuple[Pending[Tensor], float]:
-        strips, packets, exchanges = self._strips(message.cells, len(meeting.group)), [], []
+        strips, packets, exchanges = self._strips(self._runs(message, meeting)), [], []
         for number, (codec, strip) in enumerate(strips):
             packets.append(codec.encode(strip))
             exchanges.append(meeting.network.exchange(packets[-1], meeting.group, f"{meeting.key}, strip {number}"))
@@ -191,12 +191,19 @@ class Averaging:
         ]
         return Together(averaged, now, lambda _: message.flat), error
 
-    def _strips(self, cells: Cells, members: int = 2) -> list[tuple[Bundle, list[Tensor]]]:
-        """A message's tensors in runs of neighbouring cells.
+    def _runs(self, message: Message, meeting: Meeting) -> list[Cells]:
+        """A message's cells in runs of neighbours; all members make the same.
 
         They are one run where messages are looked at as a whole, and those of many would lie in memory at once.
         """
-        runs = [cells] if self._aggregation and members > 2 else strips(cells)
+        if self._aggregation and len(meeting.group) > 2:
+            return [message.cells]
+        if worth := meeting.network.worth_a_packet:
+            nbytes = self._prototype.nbytes(_tensors(message.cells))
+            return strips(message.cells, min(MOST_STRIPS, max(1, nbytes // worth)))
+        return strips(message.cells)
+
+    def _strips(self, runs: Iterable[Cells]) -> list[tuple[Bundle, list[Tensor]]]:
         return [(self._bundle(run, "whole"), _tensors(run)) for run in runs]
 
     def _average(

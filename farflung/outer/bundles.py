@@ -73,10 +73,10 @@ def joint_error(errors: Sequence[float], norms: Sequence[float]) -> float:
     return math.hypot(*(e * size for e, size in zip(errors, norms, strict=True))) / max(math.hypot(*norms), 1e-30)
 
 
-def strips(cells: Cells) -> list[Cells]:
-    """Cells in runs of neighbours of at least STRIP values (the last may have fewer), MOST_STRIPS at most."""
+def strips(cells: Cells, most: int = MOST_STRIPS) -> list[Cells]:
+    """Cells in runs of neighbours of at least STRIP values (the last may have fewer), `most` at most."""
     sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in cells.items()}
-    full = max(STRIP, -(-sum(sizes.values()) // MOST_STRIPS))
+    full = max(STRIP, -(-sum(sizes.values()) // most))
     runs: list[dict[str, Sequence[Tensor]]] = [{}]
     for name, tensors in cells.items():
         if sum(sizes[one] for one in runs[-1]) >= full:

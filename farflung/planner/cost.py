@@ -10,6 +10,7 @@ from statistics import mean
 
 from farflung.codecs import Dense
 from farflung.networks import Conditions
+from farflung.networks.peers.circles import MEETING
 from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
 from farflung.planner.folder import passage
@@ -72,12 +73,13 @@ def _through_folder(
 ) -> Exchange:
     """Each worker's packet goes up to the store, and the others' come down."""
     folder, wire, away, sent, price = cluster.folder, 0.0, 0.0, 0.0, 0.0
+    request = folder.latency_ms / 1000
     for group in groups:
         parts = traffic_per_hop(method.codec, method.averaging, len(group))
         each = [passage(len(group), parts, size) for size in sizes[len(group)] if len(group) > 1]
         sent += len(group) * sum(one.up for one in each)
         price += len(group) * sum(folder.price(one.writes, one.reads, one.down) for one in each)
-        away = max([away, *(one.seconds(math.inf, folder.latency_ms / 1000) for one in each)])
+        away = max([away, *(MEETING * request + one.seconds(math.inf, request) for one in each)])
         for replica in group:
             machines = [cluster.workers[worker] for worker in layout.islands[replica]]
             for machine in set(machines):

@@ -48,6 +48,7 @@ class PacketExchanges(RealNetwork):
 
     islands = None
     processes: tuple[int, ...] = ()
+    worth_a_packet = 1 << 20
 
     def __init__(self, presence: Presence, deadline: float) -> None:
         super().__init__()

@@ -13,6 +13,8 @@ CIRCLE = 16
 SMALL = 1 << 19
 """Bytes of a packet that is bundled: what is larger takes longer to write again than a request is worth."""
 
+MEETING = 2
+"""Requests of a meeting that wait for each other: a note, and a listing in which others' are."""
 IN_TURN = 4
 """Requests of an exchange that wait for each other: a packet, a listing, another's packet, and half a pause."""
 

@@ -200,6 +200,7 @@ class SimulatedNetwork:
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
     elastic = islands = near = board = None
     processes: tuple[int, ...] = ()
+    worth_a_packet = 0
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.simulation = simulation
