@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import patience
 
+from farflung.networks import Group, Party
 from farflung.networks.folder import FolderNetwork, bundles, packets
 from farflung.networks.folder.bundles import Bundles, unbundled
 from farflung.networks.folder.sealing import Kind
+from farflung.networks.peers import pace
 from farflung.networks.peers.circles import CIRCLE, FEW, circles
 from farflung.networks.peers.frames import FrameError
 
@@ -99,3 +101,32 @@ def test_where_no_bundle_comes_all_packets_are_read(url: str, tmp_path: Path, mo
     with seats(url, tmp_path, 5) as run:
         values = [mean.tolist() for mean in mean_of(run.open, "round 1 of 0", 4)]
         assert values == [[2.0] * 4] * 5
+
+
+@pytest.mark.slow
+def test_many_who_wait_for_the_last_one_do_not_look_often(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "FIRST_ROUND_SECONDS", 1e3)
+    with seats(url, tmp_path, 6) as run:
+        for network in run.open:
+            network.peers._over.set()  # no beat comes between
+            network.peers._thread.join()
+            network.stand_by(1)
+        run.look()
+        *early, late = run.open
+        ranks = tuple(sorted(network.rank for network in run.open))
+        before = [network.traffic.requests for network in early]
+        all_there = threading.Barrier(6)
+
+        def then(party: Party) -> Group:
+            all_there.wait(patience(20))  # who goes takes its note along
+            return party.group
+
+        pending = []
+        for network in run.open:
+            time.sleep(2.3 if network is late else 0.0)
+            pending.append(network.meet(ranks, "round 1 of 0", 1, 1.0, "same", then))
+        assert [one.wait(patience(20)) for one in pending] == [ranks] * 6
+        # A note, looks after 0, 0.05, 0.15, 0.35, 0.75, 1.55 and 3.15 s, and removals of it and of a beat.
+        assert all(network.traffic.requests - was <= 10 for network, was in zip(early, before, strict=True))

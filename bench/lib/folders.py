@@ -25,7 +25,7 @@ from urllib.request import Request, urlopen
 
 from bench.lib.environments import packages_of
 from bench.lib.store import ROOT
-from farflung.testing.hosts import LOOPBACK, Process, free_port
+from farflung.testing.hosts import LOOPBACK, Host, Process, free_port
 from farflung.testing.waiting import until
 
 BUCKET = "bucket"
@@ -66,13 +66,13 @@ class Disk:
 
 
 class Served(Disk):
-    """A folder that a process serves, at a port of this machine."""
+    """A folder that a process serves, at a port of a host; of this machine unless told."""
 
     kind = ""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Host = LOOPBACK) -> None:
         super().__init__(folder)
-        self.port = free_port()
+        self.host, self.port = host, free_port()
         self._process: Process | None = None
 
     def __enter__(self) -> Self:
@@ -89,12 +89,21 @@ class Served(Disk):
 
     def resume(self) -> None:
         with self.folder.with_name(f"{self.kind}.log").open("a") as log:
-            self._process = LOOPBACK.popen(self.command(), self.environment, cwd=ROOT, stdout=log, stderr=log)
-        until(self._answers, 60, f"the {self.kind} server; see {self.folder.with_name(self.kind)}.log")
+            self._process = self.host.popen(self.command(), self.environment, cwd=ROOT, stdout=log, stderr=log)
+        if self.host == LOOPBACK:  # else this process may not reach it
+            until(self._answers, 60, f"the {self.kind} server; see {self.folder.with_name(self.kind)}.log")
 
     def command(self) -> list[str]:
         """What serves the folder until it is killed."""
-        return [sys.executable, "-m", "bench.lib.folders", self.kind, str(self.folder), "127.0.0.1", str(self.port)]
+        return [
+            sys.executable,
+            "-m",
+            "bench.lib.folders",
+            self.kind,
+            str(self.folder),
+            self.host.address,
+            str(self.port),
+        ]
 
     def _answers(self) -> bool:
         with socket.socket() as one:
@@ -106,10 +115,10 @@ class WebDav(Served):
 
     kind = "webdav"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.url = "webdav://127.0.0.1/run"
-        self.environment = {"FSSPEC_WEBDAV_BASE_URL": f"http://127.0.0.1:{self.port}"}
+    def __init__(self, folder: Path, host: Host = LOOPBACK) -> None:
+        super().__init__(folder, host)
+        self.url = "webdav://server/run"
+        self.environment = {"FSSPEC_WEBDAV_BASE_URL": f"http://{host.address}:{self.port}"}
 
 
 class Sftp(Served):
@@ -138,7 +147,7 @@ http {{
     uwsgi_temp_path {scratch}/uwsgi;
     scgi_temp_path {scratch}/scgi;
     server {{
-        listen 127.0.0.1:{port};
+        listen {address};
         root {folder};
         dav_methods PUT DELETE MKCOL COPY MOVE;
         dav_ext_methods PROPFIND OPTIONS;
@@ -159,7 +168,8 @@ class Nginx(WebDav):
         modules = re.search(r"--modules-path=(\S+)", built)
         scratch = self.folder.parent
         told = {"modules": modules[1] if modules else "modules", "scratch": scratch, "folder": self.folder}
-        (scratch / "nginx.conf").write_text(NGINX.format(port=self.port, **told))
+        address = f"{self.host.address}:{self.port}"
+        (scratch / "nginx.conf").write_text(NGINX.format(address=address, **told))
         return ["nginx", "-p", str(scratch), "-c", str(scratch / "nginx.conf")]
 
 

@@ -1,8 +1,9 @@
 """How long does a round through a folder take, and how many requests does it make?
 Peers in this process meet in a folder, in pairs and all together, and average a message; the store is a folder of this
 machine unless `--at` names another. The time is the slowest peer's; requests are those of a peer and round, with beats
-and removals. Then a NoLoCo round of two hosts in namespaces, through a WebDAV server on a third, beside line rate: what
-a packet takes one way. A round goes up and down. Takes four minutes, the second part as root.
+and removals. Then a NoLoCo round of two hosts in namespaces, through a WebDAV server on a third (nginx where it is
+installed, else wsgidav), beside line rate: what a packet takes one way. A round goes up and down. Takes four minutes,
+the second part as root.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import mean, median
 
 import torch
 
+from bench.lib.folders import Nginx, WebDav, missing
 from bench.lib.replica import model_of
 from bench.lib.store import Store
 from bench.lib.table import Cell, Part, Table
@@ -33,7 +35,6 @@ from farflung.testing.hosts import NetLab, run_everywhere
 from farflung.testing.waiting import until
 
 DEADLINE = 120.0
-PORT = 4788
 
 
 @dataclass(frozen=True)
@@ -149,28 +150,26 @@ def peer(name: str, folder: Path, number: int, parameters: int, rounds: int) -> 
     print(json.dumps({"seconds": seconds[1:], "sent": sent}))
 
 
+def webdav() -> type[WebDav]:
+    """The server on the third host."""
+    return WebDav if missing("nginx") else Nginx
+
+
 def at_rate(options: Options, name: str) -> tuple[Cell, ...]:
     """A method's row: the median of a round's seconds, of the slower of both, beside line rate one way."""
     with NetLab(3, options.rate_mbit, {2: 100 * options.rate_mbit}) as lab, tempfile.TemporaryDirectory() as scratch:
-        folder, address = Path(scratch), lab.hosts[2].address
-        (folder / "files").mkdir()
-        Ticket.new("bench", {}).at(("webdav://server/run",)).write(folder / "run.ticket")
-        serve = [sys.executable, "-m", "bench.lib.folders", "webdav", str(folder / "files"), address, str(PORT)]
-        with (folder / "log").open("w") as log:
-            server = lab.hosts[2].popen(serve, stdout=log, stderr=log)
-        try:
+        folder = Path(scratch)
+        with webdav()(folder / "files", lab.hosts[2]) as server:
+            Ticket.new("bench", {}).at((server.url,)).write(folder / "run.ticket")
             outputs = run_everywhere(
                 lab.hosts[:2],
                 lambda number: [
                     *(sys.executable, "-m", __name__, name, scratch, str(number)),
                     *(str(options.parameters), str(options.rounds)),
                 ],
-                lambda number: {"OMP_NUM_THREADS": "1", "FSSPEC_WEBDAV_BASE_URL": f"http://{address}:{PORT}"},
+                lambda number: {"OMP_NUM_THREADS": "1", **server.environment},
                 timeout_s=300,
             )
-        finally:
-            server.kill()
-            server.wait()
     told = [json.loads(output.splitlines()[-1]) for output in outputs]
     seconds = median(max(both) for both in zip(*(one["seconds"] for one in told), strict=True))
     limit = max(one["sent"] for one in told) * 8e-6 / options.rate_mbit
@@ -189,6 +188,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             yield f"10,000 rounds of all {count}, a peer, by the planner: {what}"
     if "rate" in options.parts:
         about = f"{options.parameters:,} float32 parameters, two hosts at {options.rate_mbit:g} Mbit/s each way"
+        about += f", {webdav().kind}"
         columns = {"round": "", "seconds": ".2f", "line rate, one way": ".2f", "ratio": ".2f", "MB sent": ".2f"}
         yield Table(columns, [at_rate(options, name) for name in METHODS], about)
 

@@ -20,12 +20,15 @@ from farflung.networks.folder.notes import Written
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import Kind, SealError
 from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.peers.circles import FEW
 from farflung.networks.peers.frames import FrameError, number, parsed, reading, whole
 from farflung.networks.peers.member import LAST_RANK
 from farflung.networks.peers.weights import believed, with_common_anchors
 
-FIRST_PAUSE, LONGEST_PAUSE, SLOWER = 0.05, 2.0, 1.5
-"""Seconds between two looks, at first and at most; each pause is so many times as long as the last."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+"""Seconds between two looks, at first and at most."""
+SLOWER, SLOWER_AMONG_MANY = 1.5, 2.0
+"""Each pause is so many times as long as the last; of many, the last one comes later."""
 GRACE_SECONDS = 4.0
 """How long one whose patience is over waits on for most of the others, and for who should group the idle."""
 SEEN = 4
@@ -164,7 +167,7 @@ class Meetings:
             self._notes.leave(last.name)
 
     def _party(self, visit: Visit) -> Party:
-        pause = FIRST_PAUSE
+        pause, slower = FIRST_PAUSE, SLOWER if len(visit.wanted) <= FEW else SLOWER_AMONG_MANY
         while True:
             listing = self._presence.look(time.monotonic())
             guests = self._guests(visit, listing.written)
@@ -182,7 +185,7 @@ class Meetings:
                 if not self._can_be_placed(visit, guests, now):
                     return Party((), {}, alone="left over" if visit.closings or visit.others else "nobody")
             time.sleep(max(FIRST_PAUSE, min(pause, visit.until - now)))
-            pause = min(pause * SLOWER, LONGEST_PAUSE)
+            pause = min(pause * slower, LONGEST_PAUSE)
 
     def _guests(self, visit: Visit, written: Iterable[Written]) -> dict[int, Guest]:
         """Those who have come, this peer among them."""
