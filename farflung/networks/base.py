@@ -156,7 +156,8 @@ class Network(Protocol):
             processes; then `among` some of them there is a network, too.
         islands: itself, where replicas are several processes each.
         board: where replicas leave each other words, if there is such a place.
-        worth_a_packet: bytes of a message that are worth a packet of their own, where each takes requests; else 0.
+        worth_a_packet: bytes of a message that are worth a packet of their own, where each takes requests; else 0 or
+            nothing at all.
         near: the network of the processes that are this replica together, where this one alone, or one of the others
             for it, is on this network.
     """

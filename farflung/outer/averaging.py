@@ -198,7 +198,8 @@ class Averaging:
         """
         if self._aggregation and len(meeting.group) > 2:
             return [message.cells]
-        if worth := meeting.network.worth_a_packet:
+        # A network that was made before there was such a thing lacks it.
+        if worth := getattr(meeting.network, "worth_a_packet", 0):
             nbytes = self._prototype.nbytes(_tensors(message.cells))
             return strips(message.cells, min(MOST_STRIPS, max(1, nbytes // worth)))
         return strips(message.cells)
