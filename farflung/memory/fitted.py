@@ -101,6 +101,9 @@ class Fitted:
     """Carries out plans of one model and its optimizer.
 
     With `near_gradients`, others than the optimizer want all of them, so that none leave.
+
+    Attributes:
+        updates: what has the host step layers, where the plan has it do so.
     """
 
     def __init__(self, model: Model, optimizer: Optimizer, folder: str, near_gradients: bool) -> None:
@@ -110,7 +113,7 @@ class Fitted:
         return_what_is_free(device)
         self._copies = copies_of(device, FileOf(Path(folder)) if folder else HostMemory(device.type == "cuda"))
         self._states: list[FarMoments | FarUpdates | FarWeights] = []
-        self._updates: FarUpdates | None = None
+        self.updates: FarUpdates | None = None
 
     def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
         """Measures the model, and plans a step. Raises UserError where the memory is too little."""
@@ -169,21 +172,21 @@ class Fitted:
 
     def gradients_begin(self) -> None:
         """A step's gradients are to be computed: those that no step has taken are forgotten."""
-        if self._updates:
-            self._updates.forget()
+        if self.updates:
+            self.updates.forget()
 
     def clip(self, most: float) -> None:
         """Clips all gradients together, wherever they are."""
         parameters = self._model.whole.parameters()
-        if self._updates:
-            self._updates.clip(parameters, most)
+        if self.updates:
+            self.updates.clip(parameters, most)
         else:
             nn.utils.clip_grad_norm_(parameters, most)
 
     def _keep_states_far(self, plans: Sequence[LayerPlan], limit: int) -> None:
         for state in reversed(self._states):
             state.undo()
-        self._states, self._updates = [], None
+        self._states, self.updates = [], None
         model = self._model
 
         def having(*states: State) -> list[nn.Module]:
@@ -193,8 +196,8 @@ class Fitted:
         weights = FarWeights(having("weights-far"), home)
         if far := having("optimizer-far", "weights-far"):
             named = [*map(model.named, far)]
-            self._updates = FarUpdates(self._optimizer, model.make, named, home, copies, weights.homes)
-            self._states += [weights, self._updates]
+            self.updates = FarUpdates(self._optimizer, model.make, named, home, copies, weights.homes)
+            self._states += [weights, self.updates]
         if far := having("moments-far"):
             self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
 

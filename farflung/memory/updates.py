@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from farflung.codecs import finite
 from farflung.hooks.steps import hook_steps
 from farflung.memory.copies import Arrival, Copies
 from farflung.memory.far import Home, MakeHome, flat
@@ -35,12 +36,29 @@ class Stepped:
     leaving: deque[Arrival] = field(default_factory=deque)
     norms: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """Of the gradients that there are."""
+    factor: Tensor | None = None
+    """What these are still to be clipped by."""
 
     def left(self) -> None:
         """Waits until its gradients are far."""
         while self.leaving:
             self.leaving.popleft()()
         self.let_go()
+
+    def settle(self) -> None:
+        """Its gradients are far, and clipped."""
+        if self.leaving:
+            self.left()
+        if self.factor is not None:
+            for parameter in self.norms:
+                self.gradients[parameter].tensor.mul_(self.factor)
+            self.factor = None
+
+    def forget(self) -> None:
+        """Forgets its gradients."""
+        self.left()
+        self.norms.clear()
+        self.factor = None
 
     def let_go(self) -> None:
         """Lets go of the host's memory."""
@@ -52,9 +70,10 @@ class FarUpdates:
     """Has the host step some layers, whose gradients and moments are far.
 
     A gradient leaves when it is accumulated, at most two layers' at a time. At a step of the optimizer the host steps
-    one layer after the other, the first one first, and their weights come back. Layers step as they would with all
-    others, to the bit where the device is a processor and the optimizer treats each value by itself. The state of the
-    optimizer holds the moments, as tensors of the far tier.
+    one layer after the other, the first one first, and their weights come back. Who takes means of gradients with
+    other replicas before that, part by part, has each layer stepped when its own are there. Layers step as they would
+    with all others, to the bit where the device is a processor and the optimizer treats each value by itself. The state
+    of the optimizer holds the moments, as tensors of the far tier.
 
     Args:
         make: makes an optimizer such as `optimizer` of named parameters.
@@ -75,14 +94,14 @@ class FarUpdates:
     ) -> None:
         self._optimizer, self._home, self._copies, self._weights = optimizer, home, copies, weights
         self._parts = [self._part(make, named) for named in layers if named]
-        self._factor: Tensor | None = None
+        self._of = {parameter: part for part in self._parts for parameter in part.own}
         self._last: Stepped | None = None
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._leave, part))
             for part in self._parts
             for parameter in part.own
         ]
-        self._handles = [*(handle.remove for handle in handles), hook_steps(optimizer, before=self._step)]
+        self._handles = [*(handle.remove for handle in handles), hook_steps(optimizer, before=self._step_all)]
 
     def undo(self) -> None:
         """Lets the optimizer step all layers together again, with all moments near, and forgets gradients."""
@@ -99,10 +118,8 @@ class FarUpdates:
 
     def forget(self) -> None:
         """Forgets gradients that no step has taken."""
-        self._factor = None
         for part in self._parts:
-            part.left()
-            part.norms.clear()
+            part.forget()
 
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> None:
         """Clips all gradients, near and far, as torch.nn.utils.clip_grad_norm_ would with all of them near."""
@@ -114,7 +131,54 @@ class FarUpdates:
         ordered = [norms[parameter] for parameter in parameters if parameter in norms]
         total = torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
         nn.utils.clip_grads_with_norm_(parameters, most, total)
-        self._factor = torch.clamp(most / (total + 1e-6), max=1.0).cpu()
+        factor = torch.clamp(most / (total + 1e-6), max=1.0).cpu()
+        for part in self._parts:
+            part.factor = factor if part.norms else None
+
+    def keeps(self, parameter: nn.Parameter) -> bool:
+        """Whether the host steps it."""
+        return parameter in self._of
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether such a parameter has a gradient."""
+        return parameter in self._of[parameter].norms
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Where its gradient lies, clipped; noughts, if it had none."""
+        part = self._of[parameter]
+        part.settle()
+        if parameter not in part.gradients:
+            part.gradients[parameter] = self._home(parameter)
+        home = part.gradients[parameter].tensor
+        if parameter not in part.norms:
+            part.norms[parameter] = home.zero_().new_zeros(())
+        return home
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Lets it have no gradient."""
+        self._of[parameter].norms.pop(parameter, None)
+
+    def finite(self) -> bool:
+        """Whether all values of gradients are finite, in float32, too."""
+        largest = torch.finfo(torch.float32).max
+        for part in self._parts:
+            for parameter, norm in part.norms.items():
+                if not norm <= largest:  # nor NaN; of very many large values, too
+                    part.left()
+                    home = part.gradients[parameter].tensor
+                    if not finite(home.float()):
+                        return False
+        return True
+
+    @torch.no_grad()
+    def step(self, known: Set[nn.Parameter]) -> None:
+        """Steps those layers that have gradients, of all whose parameters these are known."""
+        for part in self._parts:
+            if part.norms and part.own.keys() <= known:
+                part.settle()
+                self._update(part)
+                part.norms.clear()
+                part.let_go()
 
     def _part(self, make: Make, named: Mapping[str, nn.Parameter]) -> Stepped:
         own = {name: p if p.device.type == "cpu" else nn.Parameter(self._home(p).tensor) for name, p in named.items()}
@@ -139,15 +203,8 @@ class FarUpdates:
             part.leaving.append(self._copies.out(flat(home), flat(gradient.contiguous())))
         part.norms[parameter] = torch.linalg.vector_norm(gradient)
 
-    @torch.no_grad()
-    def _step(self, *_: Any) -> None:
-        for part in self._parts:
-            if part.norms:
-                part.left()
-                self._update(part)
-                part.norms.clear()
-                part.let_go()
-        self._factor = None
+    def _step_all(self, *_: Any) -> None:
+        self.step(self._of.keys())
 
     def _update(self, part: Stepped) -> None:
         """Steps a layer on the host."""
@@ -159,8 +216,6 @@ class FarUpdates:
                 own.copy_(parameter)  # which a round may have changed
             if parameter in part.norms:
                 own.grad = part.gradients[parameter].tensor
-                if self._factor is not None:
-                    own.grad.mul_(self._factor)
         self._lay(part)
         part.optimizer.step()
         self._lay(part)

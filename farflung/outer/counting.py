@@ -14,7 +14,7 @@ from farflung.codecs import Codec, Dense
 from farflung.outer.averaging import Way, uses_all_gather
 from farflung.outer.bundles import cut
 from farflung.outer.fusing import LENGTHS
-from farflung.outer.mean_gradient import NOTES, OTHER_NOTES
+from farflung.outer.gradient_exchange import BLOCK, NOTES, OTHER_NOTES
 from farflung.outer.optimizers import after_a_step
 
 if TYPE_CHECKING:
@@ -54,14 +54,18 @@ def bytes_per_parameter(method: Method) -> float:
     return message_bytes(method, cells_among([[(_SIDE, _SIDE)]]), members=2) / _SIDE**2
 
 
-def kept_bytes(method: Method, cells: Sequence[Cell]) -> float:
-    """What rounds keep between steps: anchors, outer state, messages in flight, and what codecs remember."""
+def kept_bytes(method: Method, cells: Sequence[Cell], in_blocks: bool = False) -> float:
+    """What rounds keep between steps: anchors, outer state, messages in flight, and what codecs remember.
+
+    Gradients may travel `in_blocks`: then two of them are there at a time.
+    """
     if not method.exchanges:
         return 0.0
     message = _message(method, cells)
     remembered = sum(_codec_of(cell, method.codec).state_nbytes(tensors) for cell, tensors in message.items())
     if method.outer is None:
-        return _FLOAT * _count(message) + remembered
+        flights = 2 * (BLOCK + max(cell.numel for cell in cells)) if in_blocks else math.inf
+        return _FLOAT * min(_count(message), flights) + remembered
     parameters = sum(cell.numel for cell in cells)
     lengths, kept = after_a_step(method.outer)
     schedule = method.schedule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,11 +11,15 @@ from farflung.cells import Cell
 from farflung.hooks.buffers import average
 from farflung.hooks.digests import digest
 from farflung.hooks.shards import own_of
+from farflung.hooks.start import SETTING, Fact
 from farflung.hooks.steps import hook_steps
 from farflung.outer.columns import Message
 from farflung.outer.mean_gradient import MeanGradient
 from farflung.outer.session import Session
 from farflung.outer.setup import Setup
+
+if TYPE_CHECKING:
+    from farflung.memory.updates import FarUpdates
 
 
 class GradientLoop(Session):
@@ -23,7 +28,7 @@ class GradientLoop(Session):
     A replica without a sound gradient counts as zero. A parameter that has a gradient nowhere gets none. Where a
     GradScaler finds an overflow on one replica, all of them skip the step. Each call of a closure is an exchange of
     its own, and returns the mean loss. A peer that is lost ends the run, with PeerLostError: replicas that go on from
-    different gradients would no longer be one model.
+    different gradients would no longer be one model. Where gradients are far, some layers may have taken the step then.
 
     The optimizers may step in any order that is the same on all replicas; a step of the last one counts. A round's
     fragment is the optimizer's place in the list.
@@ -36,8 +41,18 @@ class GradientLoop(Session):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        self._way = "whole"
         self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(setup.optimizers)]
         self.undo.callback(hook_steps(setup.optimizers[-1], after=self._after_inner_step))
+
+    def gradients_from(self, far: Callable[[], FarUpdates | None]) -> None:
+        """See Session."""
+        self._way = "in blocks"
+        for mean in self._means:
+            mean.in_blocks(far)
+
+    def _facts(self) -> list[Fact]:
+        return [Fact("way of exchanging gradients (--memory)", (self._way,), SETTING), *super()._facts()]
 
     def _after_inner_step(self) -> None:
         self.step += 1

@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from farflung.codecs import finite
+from farflung.codecs.values import norm
 from farflung.errors import UserError
-from farflung.hooks.scaling import is_scaled, step_always, take_gradients, unscale
-from farflung.hooks.shards import own_of
+from farflung.hooks.scaling import is_scaled, step_always, unscale
 from farflung.hooks.steps import Arguments, hook_steps
 from farflung.hooks.trained import held_by
-from farflung.networks import Finished, Group, Pending
+from farflung.networks import Finished
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.bundles import Cells
+from farflung.outer.bundles import Cells, joint_error
 from farflung.outer.columns import Column, Message
 from farflung.outer.faults import Faults
-from farflung.outer.fragments import split
+from farflung.outer.fragments import Fragment, split
+from farflung.outer.gradient_exchange import BLOCK, NOTES, OTHER_NOTES, Exchange, Notes, Part
+from farflung.outer.held_gradients import HeldGradients
 from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.pending import Together
 from farflung.outer.session import Session
-from farflung.outer.sparse import dense, rows_of, sparse_names
+from farflung.outer.sparse import rows_of, sparse_names
 from farflung.outer.states import copied
 from farflung.outer.topologies import group_of
 
-NOTES = "notes"
-"""The cell of a message's notes, which arrive as they are."""
-
-
-class Notes(NamedTuple):
-    """What travels beside gradients; of a group, the sums or means of what its members say.
-
-    Args:
-        present: whether each parameter has a gradient, by name.
-        loss: of a closure.
-        counted: whether it counts.
-        overflowed: whether a gradient overflowed.
-    """
-
-    present: Mapping[str, float]
-    loss: float
-    counted: float
-    overflowed: float
-
-
-OTHER_NOTES = len(Notes._fields) - 1
-"""Notes beside those of the pieces."""
+if TYPE_CHECKING:
+    from farflung.memory.updates import FarUpdates
 
 
 class MeanGradient:
@@ -56,8 +37,8 @@ class MeanGradient:
 
     A message is the gradients of a column's cells as one flat float32 tensor, zeros where there is none, and then
     notes, a number each: for each piece of these cells whether its parameter has a gradient; the loss, whether it
-    counts, and whether a gradient overflowed. The index is the optimizer's place among the session's, until whose end
-    its steps are hooked.
+    counts, and whether a gradient overflowed. `in_blocks`, there is a message of each block, one after the other.
+    The index is the optimizer's place among the session's, until whose end its steps are hooked.
     """
 
     def __init__(self, session: Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -71,6 +52,8 @@ class MeanGradient:
         named = {name: parameter for name, parameter in session.trained.named.items() if parameter in held}
         (self.fragment,) = split(session.trained.model, 1, named)
         self._parameters = self.fragment.parameters
+        self._far: Callable[[], FarUpdates | None] = lambda: None
+        self._cut([self.fragment])
         method = session.method
         self._topology = method.topology
         self._sparse = sparse_names(session.trained.model, named, method.codec)
@@ -81,6 +64,23 @@ class MeanGradient:
         self._ever_present = dict.fromkeys(self.fragment.named, False)
         session.undo.callback(step_always(optimizer))
         session.undo.callback(hook_steps(optimizer, self._before_step, self._after_step))
+
+    def in_blocks(self, far: Callable[[], FarUpdates | None]) -> None:
+        """Takes gradients block by block from now on, those that are `far` from where they lie.
+
+        The host steps a layer that is far when all blocks with gradients of it have come, while others are under way.
+        Messages of a codec without loss are made on the host; others where they always are, to the same bits.
+        """
+        self._far = far
+        self._cut(self.fragment.parts(BLOCK))
+        if self._session.method.codec.traits.lossless:
+            self._device = torch.device("cpu")
+
+    def _cut(self, blocks: Sequence[Fragment]) -> None:
+        self._blocks = blocks
+        self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._last = {name: block for block in blocks for name in block.named}
+        """The last block with values of each parameter."""
 
     @property
     def next_round(self) -> int:
@@ -125,23 +125,24 @@ class MeanGradient:
         self._exchanges += 1
 
         remembered = self._averaging.state_dict() if is_scaled(self._optimizer) else None
-        overflow = unscale(self._optimizer)
-        gradients, notes, fault = self._message(loss, overflow)
-        if self._session.trained.layout.processes > 1:
-            notes = notes._replace(present=self._in_replica(notes).present)
+        gradients = HeldGradients(self._far())
+        told, fault = self._notes(gradients, loss, unscale(self._optimizer))
         number = self._exchanges
         group = group_of(network.rank, self._topology.groups(network.members(), str(number)))
-        started = network.now()
-        pending, error = self._start(gradients, notes, group)
-        with self._session.departures.watched(group, self._index, number):
-            means = pending.wait(self._session.deadline_s)
-        found = self._found(means, gradients)
+        exchange, started = Exchange(number, gradients, told, fault, group), network.now()
+        for block in self._blocks:
+            exchange.parts.append(self._start(exchange, block))
+            if len(exchange.parts) > 1:
+                self._end(exchange)
+        while exchange.parts:
+            self._end(exchange)
+        found = exchange.found
         if found.overflowed:
-            take_gradients(self._optimizer)
+            for parameter in held_by(self._optimizer):
+                gradients.drop(parameter)
             if remembered is not None:
                 self._averaging.load_state_dict(remembered)  # what was sent in vain is still to be sent
-        else:
-            self._scatter(gradients[: self.fragment.numel], found.present)
+        landed = network.now()
         self._session.report(
             Round(
                 round=number,
@@ -150,32 +151,51 @@ class MeanGradient:
                 started_step=self.step,
                 step=self.step,
                 started=started,
-                finished=pending.finished_at,
-                waited_from=started,
-                landed=network.now(),
+                finished=exchange.finished,
+                waited_from=landed - exchange.waited_s,
+                landed=landed,
                 outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED if group else Outcome.SAT_OUT,
                 reason=fault,
-                compression_error=error,
+                compression_error=joint_error(exchange.errors, exchange.sizes),
             )
         )
         return _like(loss, found.loss / found.counted if found.counted else float("nan"))
 
-    def _start(self, gradients: Tensor, notes: Notes, group: Group) -> tuple[Pending[list[Message]], float]:
-        """Starts averaging flat gradients, column by column, each with its notes; who sits out keeps its own."""
-        network, key = self._network, self._session.key(f"gradient {self._exchanges} of optimizer {self._index}")
-        columns = self._session.columns.of(group or (network.rank,), self.fragment.names)
-        messages = [self._with_notes(gradients, notes, column) for column in columns]
+    def _start(self, exchange: Exchange, block: Fragment) -> Part:
+        """Starts averaging a block's gradients, column by column, each with its notes; who sits out keeps its own."""
+        network, group = self._network, exchange.group
+        key = self._session.key(f"gradient {exchange.number} of optimizer {self._index}")
+        if len(self._blocks) > 1:
+            key = f"{key}, from {block.names[0]}"
+        flat = self._flat(exchange, block)
+        columns = self._session.columns.of(group or (network.rank,), block.names)
+        messages = [self._with_notes(flat, exchange.told, block, column) for column in columns]
         if not group or not columns:
-            return Finished(messages, network.now()), 0.0
-        meetings = [Meeting(column.network, group, column.key(key), self._exchanges) for column in columns]
+            return Part(block, flat, Finished(messages, network.now()))
+        meetings = [Meeting(column.network, group, column.key(key), exchange.number) for column in columns]
+        exchange.sizes.append(norm([flat]) if len(self._blocks) > 1 else 1.0)  # while the values are its own
         started, error = self._averaging.start_parts(messages, meetings)
-        return Together(started, network.now, lambda _: messages), error
+        exchange.errors.append(error)
+        return Part(block, flat, Together(started, network.now, lambda _: messages))
 
-    def _with_notes(self, gradients: Tensor, notes: Notes, column: Column) -> Message:
-        """A column's part of flat gradients, and the notes behind it."""
-        message = self.fragment.message(gradients[: self.fragment.numel])
+    def _end(self, exchange: Exchange) -> None:
+        """Waits for the first block under way; its mean takes the place of its gradients, and layers may step."""
+        block, flat, pending = exchange.parts.popleft()
+        network, began = self._network, self._network.now()
+        with self._session.departures.watched(exchange.group, self._index, exchange.number):
+            means = pending.wait(self._session.deadline_s)
+        exchange.waited_s += network.now() - began
+        exchange.finished = pending.finished_at
+        exchange.found = self._found(means, block, flat)
+        if not exchange.found.overflowed:
+            self._scatter(exchange, block, flat[: block.numel])
+            exchange.gradients.step(exchange.known)
+
+    def _with_notes(self, gradients: Tensor, notes: Notes, block: Fragment, column: Column) -> Message:
+        """A column's part of a block's flat gradients, and the notes behind it."""
+        message = block.message(gradients[: block.numel])
         part = message.part(column.cells)
-        told = torch.tensor([*(notes.present[name] for name in self._told_of(column.cells)), *notes[1:]])
+        told = torch.tensor([*(notes.present[name] for name in _told_of(block, column.cells)), *notes[1:]])
         flat = gradients if part is message else torch.cat([part.flat, part.flat.new_empty(len(told))])
         flat[-len(told) :] = told
 
@@ -184,46 +204,47 @@ class MeanGradient:
 
         return Message(flat, [*part.names, NOTES], views)
 
-    def _told_of(self, cells: Collection[str]) -> list[str]:
-        """The parameter of each piece of some cells."""
-        wanted = set(cells)
-        return [piece.parameter for cell in self.fragment.cells if cell.name in wanted for piece in cell.pieces]
+    def _flat(self, exchange: Exchange, block: Fragment) -> Tensor:
+        """A block's flat gradients, with room for notes."""
+        room = len(_told_of(block, block.names)) + OTHER_NOTES
+        flat = torch.zeros(block.numel + room, dtype=torch.float32, device=self._device)
+        if not exchange.fault:
+            grads = {name: exchange.gradients.read(parameter) for name, parameter in block.named.items()}
+            block.keeper.gather(grads, flat[: block.numel])
+        return flat
 
-    def _message(self, loss: Any, overflow: bool) -> tuple[Tensor, Notes, str]:
-        """Flat gradients, with room for notes; these; and why there are no gradients, or ""."""
-        device = self._parameters[0].device if self._parameters else None
-        numel, room = self.fragment.numel, len(self._told_of(self.fragment.names)) + OTHER_NOTES
-        flat = torch.zeros(numel + room, dtype=torch.float32, device=device)
+    def _notes(self, gradients: HeldGradients, loss: Any, overflow: bool) -> tuple[Notes, str]:
+        """This replica's notes; and why it has no gradients, or ""."""
         for name, parameter in self.fragment.named.items():
             if parameter.grad is not None and parameter.grad.layout != torch.strided and name not in self._sparse:
                 raise UserError(f"{name} has sparse gradients, but no embedding with sparse=True; give it dense ones")
-        present = {name: float(parameter.grad is not None) for name, parameter in self.fragment.named.items()}
-        grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
-        self.fragment.keeper.gather(grads, flat[:numel])
-        if not overflow and not finite(flat):
+        present = {name: float(gradients.has(parameter)) for name, parameter in self.fragment.named.items()}
+        if not overflow and not gradients.finite(self._parameters):
             self.faults.spoil("the gradient is not finite")
         fault = self.faults.judge(self._exchanges, self.step)
         self._session.untrained.restore() if fault else self._session.untrained.keep()
         if overflow:
             fault = fault or "a gradient overflowed at the GradScaler's scale"
         if fault:
-            flat.zero_()
             present = dict.fromkeys(present, 0.0)
         own_loss = 0.0 if loss is None else float(loss)
-        counts = not fault and abs(own_loss) <= torch.finfo(flat.dtype).max
-        return flat, Notes(present, own_loss if counts else 0.0, float(counts), float(overflow)), fault
+        counts = not fault and abs(own_loss) <= torch.finfo(torch.float32).max
+        notes = Notes(present, own_loss if counts else 0.0, float(counts), float(overflow))
+        if self._session.trained.layout.processes > 1:
+            notes = notes._replace(present=self._in_replica(notes).present)
+        return notes, fault
 
-    def _found(self, messages: Sequence[Message], gradients: Tensor) -> Notes:
-        """The notes of the group; the mean gradients replace this replica's.
+    def _found(self, messages: Sequence[Message], block: Fragment, gradients: Tensor) -> Notes:
+        """The notes of the group; the mean gradients of a block replace this replica's.
 
         A process learns what the keepers of its cells were told, whichever processes of its replica these are.
         """
-        whole = self.fragment.message(gradients[: self.fragment.numel])
+        whole = block.message(gradients[: block.numel])
         present = dict.fromkeys(self._session.trained.layout.outline, 0.0)
         rest = [0.0] * OTHER_NOTES
         for message in messages:
             whole.put(message)
-            names = self._told_of(message.names)
+            names = _told_of(block, message.names)
             *told, loss, counted, overflowed = message.flat[-len(names) - OTHER_NOTES :].tolist()
             rest = [loss, counted, overflowed]
             for name, has_one in zip(names, told, strict=True):
@@ -237,21 +258,22 @@ class MeanGradient:
         sums = layout.total(torch.tensor([*present, *notes[1:]], dtype=torch.float64)).tolist()
         return Notes(dict(zip(layout.outline, sums, strict=False)), *sums[-OTHER_NOTES:])
 
-    def _scatter(self, mean: Tensor, present: Mapping[str, float]) -> None:
-        """Gives each parameter its mean gradient, and none where no replica has one.
+    def _scatter(self, exchange: Exchange, block: Fragment, mean: Tensor) -> None:
+        """Gives the parameters of a block its mean gradients; and those that end in it none where no replica has one.
 
         A residual of a parameter, from steps in which it had a gradient, is a gradient, too.
         """
-        for parameter in self._parameters:
-            if parameter.grad is None or parameter.grad.layout != torch.strided:
-                parameter.grad = torch.empty_like(parameter)
-        grads = {name: _gradient_of(parameter) for name, parameter in self.fragment.named.items()}
-        self.fragment.keeper.scatter(mean, grads)
-        for name, parameter in self.fragment.named.items():
+        gradients, present = exchange.gradients, exchange.found.present
+        grads = {name: gradients.room(parameter) for name, parameter in block.named.items()}
+        block.keeper.scatter(mean, grads)
+        for name, parameter in block.named.items():
+            if self._last[name] is not block:
+                continue
+            exchange.known.add(parameter)
             self._ever_present[name] = self._ever_present[name] or bool(present[name])
             residual = self._feeds_back and self._ever_present[name] and bool(grads[name].any())
             if not present[name] and not residual:
-                parameter.grad = None
+                gradients.drop(parameter)
             elif name in self._sparse:
                 parameter.grad = rows_of(grads[name])
 
@@ -283,12 +305,10 @@ class MeanGradient:
         self._averaging.load_state_dict(copied(own, device))
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """What this process has of it; noughts where there is none."""
-    if parameter.grad is None:
-        own = own_of(parameter)
-        return own.new_zeros(1).expand_as(own)
-    return own_of(dense(parameter.grad))
+def _told_of(block: Fragment, cells: Sequence[str]) -> list[str]:
+    """The parameter of each piece of some cells of a block."""
+    wanted = set(cells)
+    return [piece.parameter for cell in block.cells if cell.name in wanted for piece in cell.pieces]
 
 
 def _like(loss: Any, value: float) -> Any:

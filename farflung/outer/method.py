@@ -145,11 +145,6 @@ class Method:
         return self.outer is None or self.schedule.every is not None
 
     @property
-    def takes_gradients(self) -> bool:
-        """Whether rounds take all gradients, or deal out units of the model: then gradients stay on the device."""
-        return self.outer is None or self.dealing is not None
-
-    @property
     def sends_more(self) -> bool:
         """Whether what goes along with its rounds exchanges more than their messages."""
         return any(companion.sends_more for companion in self.companions)

@@ -6,7 +6,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from farflung.outer.options import check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
 from farflung.outer.setup import Setup
+
+if TYPE_CHECKING:
+    from farflung.memory.updates import FarUpdates
 
 UNSEEN = (
     "the rounds end, but no step of the attached optimizers was seen; call optimizer.step() itself, not the step of "
@@ -193,6 +196,12 @@ class Session:
         One of the replica's processes may say so for all of them.
         """
         self._faults.spoil(reason)
+
+    def gradients_from(self, far: Callable[[], FarUpdates | None]) -> None:
+        """Has a method that averages gradients do so block by block, and take those that are `far` from there.
+
+        All replicas must do so alike; a session of another method needs none of it.
+        """
 
     def saved(self) -> None:
         """Says that a checkpoint of it is being written; an elastic network may keep its state, too."""

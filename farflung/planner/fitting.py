@@ -91,7 +91,7 @@ class Fitting:
         """The plans found, which may need more than there is. On a GPU with anchors and outer state on the host."""
         island = settings.island
         stages = [_Stage(model, settings, method, worker, *one) for one in enumerate(model.spans(island.stages))]
-        modes, states = choices_of(worker.device, bool(worker.far_folder), method.takes_gradients or island.stages > 1)
+        modes, states = choices_of(worker.device, bool(worker.far_folder), bool(method.dealing) or island.stages > 1)
         clip = island.clip > 0
 
         def keeping(stage: _Stage) -> float:
@@ -127,9 +127,9 @@ class _Stage:
         sequences = sequences_of(island)
         self._tokens, self._in_flight = sequences * self._length, island.in_flight(number)
         saved = counted(model, sequences, self._length, island.precision)
-        # A processor is its own host, and gradients are exchanged from where they are.
-        near = worker.device == "cpu" or method.takes_gradients
-        rounds = kept_bytes(method, model.stage_cells(span))
+        # A processor is its own host; blocks of gradients, and what is dealt out, may have to be on the device.
+        near = worker.device == "cpu" or method.outer is None or bool(method.dealing)
+        rounds = kept_bytes(method, model.stage_cells(span), in_blocks=island.stages == 1)
         self._rounds_far = 0.0 if near else rounds
         fixed = RUNTIME[worker.device] + saved.working + rounds * near
         numbers = range(span.begin, span.end)

@@ -19,6 +19,7 @@ from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model
 from farflung.memory.room import cap_of
+from farflung.memory.updates import FarUpdates
 from farflung.outer.method import Method
 from farflung.pipeline.divided import DividedIsland
 from farflung.pipeline.island import Island, WholeIsland
@@ -38,10 +39,12 @@ class Computing(NamedTuple):
     Args:
         gradients: see Island.gradients.
         take: has the inner optimizer go on from a state_dict, and the replica from so many steps.
+        far: what keeps gradients far, if anything does now; None where memory is not planned, or gradients stay near.
     """
 
     gradients: Callable[[int], tuple[float, str]]
     take: Callable[[dict[str, Any], int], None]
+    far: Callable[[], FarUpdates | None] | None = None
 
 
 Fittable = WholeIsland | DividedIsland
@@ -50,16 +53,17 @@ Fittable = WholeIsland | DividedIsland
 def fitting(island: Island, optimizer: Optimizer, make: Make, method: Method, path: Path, log: RunLog) -> Computing:
     """What computes a step's gradients: the island, in the memory that its settings give it. Keeps its plan in `path`.
 
-    Gradients may leave unless the method exchanges them, or deals out units of the model.
+    Gradients may leave unless the method deals out units of the model, or islands that exchange them are unlike.
 
     Raises UserError when it takes a state, or else at the first step, where the memory is too little.
     """
     if not island.settings.memory:
         return Computing(island.gradients, lambda kept, _: optimizer.load_state_dict(kept))
     assert isinstance(island, Fittable)  # see limits.check_memory
-    near_gradients = method.takes_gradients or isinstance(island, DividedIsland)
+    unlike = method.outer is None and len(set(island.mesh.shapes)) > 1
+    near_gradients = bool(method.dealing) or unlike or isinstance(island, DividedIsland)
     made = _Fitting(island, optimizer, make, near_gradients, path, log)
-    return Computing(made.gradients, made.take)
+    return Computing(made.gradients, made.take, None if near_gradients else made.far)
 
 
 def mean_home(settings: IslandSettings) -> MakeHome:
@@ -108,6 +112,10 @@ class _Fitting:
         assert self._fitted
         self._fitted.take(kept)
 
+    def far(self) -> FarUpdates | None:
+        """What keeps gradients far, if anything does."""
+        return self._fitted.updates if self._fitted else None
+
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island.gradients."""
         if self._fitted is None:
@@ -117,7 +125,10 @@ class _Fitting:
         self._fitted.gradients_begin()
         random = _random(self._island.device)
         try:
-            return self._island.gradients(step)
+            loss, fault = self._island.gradients(step)
+            if fault:
+                self._fitted.gradients_begin()
+            return loss, fault
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -193,6 +193,8 @@ class Trainer:
             on_round=self._after_round,
         )
         self.island.gives_with(session.give)
+        if self._computing.far:
+            session.gradients_from(self._computing.far)
         with contextlib.closing(self.island), session:
             if self._saved:
                 restore(self, self._saved, session)
@@ -235,9 +237,7 @@ class Trainer:
         run = self.settings.run
         self.log.rate.count(self.log.units_per_step)
         self.log.learnt(self.island.ledger())
-        if loss is None:
-            return
-        if self.progress.trained % run.log_every == 0 or self.step >= run.steps:
+        if loss is not None and (self.progress.trained % run.log_every == 0 or self.step >= run.steps):
             self.log.step(loss, lr, self.device)
             if self.writing.due():
                 self.log.text(self.writing, self.device)
