@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -205,6 +206,28 @@ def test_a_run_goes_on_in_the_memory_that_it_began_in(state: str, tmp_path: Path
         assert same(moments, states[1]["optimizer"]["state"][number])
 
 
+def test_a_step_without_a_finite_loss_changes_nothing_far(tmp_path: Path) -> None:
+    """The gradients that have left in its backward pass are forgotten, as those that are near."""
+
+    def trained(folder: Path) -> Any:
+        trainer = trainer_of(folder, steps=2, batch_size=2, tail_average=0, far_folder=str(tmp_path / "far"))
+        island = cast(Any, trainer.island)
+        loss = island.loss
+        island.loss = lambda batch: loss(batch) * (math.nan if trainer.progress.trained == 1 else 1)
+        with trainer.stop.listening():
+            trainer.train()
+        trainer.log.events.close()
+        return trainer.model.state_dict()
+
+    near, far = tmp_path / "near", tmp_path / "run"
+    wanted = trained(near)
+    record = json.loads((near / "memory/replica-0.json").read_text())
+    record["plan"]["layers"] = [layer | {"state": "optimizer-far"} for layer in record["plan"]["layers"]]
+    (far / "memory").mkdir(parents=True)
+    (far / "memory/replica-0.json").write_text(json.dumps(record))
+    assert same(trained(far), wanted)
+
+
 def train(folder: Path, *arguments: str) -> None:
     run_together(1, "-m", "farflung", "train", *arguments, "--out", folder)
 
@@ -242,6 +265,28 @@ def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(tmp_path: Path) -
     run = read_run(little)
     assert told[0].plan in memory_line(told[0]) and told[0].plan in memory_table(run)
     assert json.loads((little / "summary.json").read_text())["memory"][0]["plan"] == told[0].plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "settings"),
+    [
+        ("optimizer-far,weights-far", ["--clip", "0.1"]),
+        ("optimizer-far,near", ["--clip", "0", "--codec", "int8"]),
+        ("optimizer-far,moments-far,weights-far", ["--clip", "0.1", "--microbatches", "2"]),
+    ],
+)
+def test_gradients_that_are_averaged_may_be_far(states: str, settings: list[str], tmp_path: Path) -> None:
+    """Bit for bit as near ones; each replica has them where its own plan says."""
+    replicas = states.count(",") + 1
+    usual = ["train", *SMALL, "--method", "ddp", "--replicas", str(replicas), "--network", "torch", *settings]
+    usual += ["--inner", "adamw", "--steps", "4"]
+    run_together(replicas, "-m", "farflung", *usual, "--out", tmp_path / "near")
+    planned = ["--memory", "100%", "--far-folder", str(tmp_path / "far"), "--out", str(tmp_path / "run")]
+    run_together(replicas, HERE / "far_states.py", states, *usual, *planned)
+    assert same_weights(tmp_path / "near", tmp_path / "run", 4, range(replicas))
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "run" / "memory").iterdir())]
+    assert [{layer["state"] for layer in one["plan"]["layers"]} for one in kept] == [{s} for s in states.split(",")]
 
 
 @pytest.mark.slow

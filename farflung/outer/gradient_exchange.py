@@ -62,7 +62,8 @@ class Exchange:
         found: what the group has told.
         known: the parameters whose mean gradients there are.
         errors, sizes: of compression, and of what was compressed, block by block.
-        waited_s: for others.
+        used_s: seconds in which what had come was used.
+        finished: when the last of it had come, on the network's clock.
     """
 
     number: int
@@ -75,5 +76,5 @@ class Exchange:
     known: set[nn.Parameter] = field(default_factory=set)
     errors: list[float] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
-    waited_s: float = 0.0
+    used_s: float = 0.0
     finished: float = 0.0

@@ -91,7 +91,7 @@ class GradientLoop(Session):
         return [mean.next_round for mean in self._means]
 
     def _starts_from(self) -> list[Message]:
-        return [mean.fragment.message(mean.fragment.read()) for mean in self._means]
+        return [mean.weights(copied=self._way == "whole") for mean in self._means]
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)

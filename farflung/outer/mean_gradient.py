@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from farflung.cells import Piece
 from farflung.codecs.values import norm
 from farflung.errors import UserError
 from farflung.hooks.scaling import is_scaled, step_always, unscale
@@ -76,6 +77,14 @@ class MeanGradient:
         if self._session.method.codec.traits.lossless:
             self._device = torch.device("cpu")
 
+    def weights(self, copied: bool) -> Message:
+        """The weights as they are, in a flat tensor; or, not `copied`, only the cells' views of them."""
+        fragment = self.fragment
+        if copied:
+            return fragment.message(fragment.read())
+        cells = {cell.name: [_rows(piece, fragment.named) for piece in cell.pieces] for cell in fragment.cells}
+        return Message(torch.empty(0), fragment.names, lambda _: cells)
+
     def _cut(self, blocks: Sequence[Fragment]) -> None:
         self._blocks = blocks
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
@@ -142,7 +151,6 @@ class MeanGradient:
                 gradients.drop(parameter)
             if remembered is not None:
                 self._averaging.load_state_dict(remembered)  # what was sent in vain is still to be sent
-        landed = network.now()
         self._session.report(
             Round(
                 round=number,
@@ -152,8 +160,8 @@ class MeanGradient:
                 step=self.step,
                 started=started,
                 finished=exchange.finished,
-                waited_from=landed - exchange.waited_s,
-                landed=landed,
+                waited_from=started + exchange.used_s,
+                landed=network.now(),
                 outcome=Outcome.NO_PROGRESS if fault else Outcome.AVERAGED if group else Outcome.SAT_OUT,
                 reason=fault,
                 compression_error=joint_error(exchange.errors, exchange.sizes),
@@ -181,15 +189,14 @@ class MeanGradient:
     def _end(self, exchange: Exchange) -> None:
         """Waits for the first block under way; its mean takes the place of its gradients, and layers may step."""
         block, flat, pending = exchange.parts.popleft()
-        network, began = self._network, self._network.now()
         with self._session.departures.watched(exchange.group, self._index, exchange.number):
             means = pending.wait(self._session.deadline_s)
-        exchange.waited_s += network.now() - began
-        exchange.finished = pending.finished_at
+        exchange.finished, came = pending.finished_at, self._network.now()
         exchange.found = self._found(means, block, flat)
         if not exchange.found.overflowed:
             self._scatter(exchange, block, flat[: block.numel])
             exchange.gradients.step(exchange.known)
+        exchange.used_s += self._network.now() - came
 
     def _with_notes(self, gradients: Tensor, notes: Notes, block: Fragment, column: Column) -> Message:
         """A column's part of a block's flat gradients, and the notes behind it."""
@@ -309,6 +316,12 @@ def _told_of(block: Fragment, cells: Sequence[str]) -> list[str]:
     """The parameter of each piece of some cells of a block."""
     wanted = set(cells)
     return [piece.parameter for cell in block.cells if cell.name in wanted for piece in cell.pieces]
+
+
+def _rows(piece: Piece, named: Mapping[str, nn.Parameter]) -> Tensor:
+    """A piece of the parameters, of which this process has all rows."""
+    whole = named[piece.parameter].detach()
+    return whole[piece.begin : piece.begin + piece.shape[0]] if piece.shape else whole
 
 
 def _like(loss: Any, value: float) -> Any:
