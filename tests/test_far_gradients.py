@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from problem import flat
+from processes import run_replicas
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -151,3 +152,20 @@ def test_no_whole_gradient_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     layer = 4 * 512 * 513
     assert most("far") < most("whole") - 3 * layer
+
+
+@pytest.mark.slow
+def test_who_is_lost_within_a_step_ends_it_and_leaves_nobody_another_mean(tmp_path: Path) -> None:
+    """A layer of those who are left is as it was, or has taken the step that all would have."""
+    seen = run_replicas(3, "", "", tmp_path, frozenset({1}), script="torch_far.py")
+    assert seen[1] is None
+    (lost, one), (other_lost, other) = seen[0], seen[2]
+    assert lost and other_lost and len(one) == len(other) == 4
+    assert all(torch.equal(one[step][name], other[step][name]) for step in range(3) for name in one[step])
+    *_, before, after = one
+    stepped = 0
+    for name, old in before.items():
+        ends = [end for end in (after[name], other[3][name]) if not torch.equal(end, old)]
+        assert all(torch.equal(end, ends[0]) for end in ends)
+        stepped += bool(ends)
+    assert 0 < stepped < len(before)
