@@ -44,13 +44,14 @@ def main(out: Path) -> None:
     named = dict(model.named_parameters())
     optimizer = make(list(named.items()))
     layers = [{name: p for name, p in named.items() if f".{number}." in name} for number in range(3)]
-    updates = FarUpdates(optimizer, make, layers, partial(home_in, out), Threads(HostMemory(), CPU), {})
+    home, copies = partial(home_in, out), Threads(HostMemory(), CPU)
     if network.rank == 1:
         die_within(STEPS - 1)
     seen: list[dict[str, Tensor]] = []
     lost = False
     try:
         with methods.ddp().attach(model, optimizer, network, deadline_s=patience(20)) as session:
+            updates = FarUpdates(optimizer, make, layers, home, copies, {})
             session.gradients_from(lambda: updates)
             for step in range(STEPS):
                 seen.append({name: parameter.detach().clone() for name, parameter in named.items()})

@@ -200,7 +200,8 @@ class Session:
     def gradients_from(self, far: Callable[[], FarUpdates | None]) -> None:
         """Has a method that averages gradients do so block by block, and take those that are `far` from there.
 
-        All replicas must do so alike; a session of another method needs none of it.
+        All replicas must do so alike; a session of another method needs none of it. What keeps gradients far hooks the
+        optimizer after this session has, so that it steps when the means are there.
         """
 
     def saved(self) -> None:
