@@ -448,12 +448,11 @@ def test_gradients_and_weights_are_far_where_training_can_have_them_there(tmp_pa
     (only,), _, _ = plan(options(tmp_path / "m.toml", gpus.format(1), **asked))
     assert "optimizer-far" in states_of(only) and "weights-far" not in states_of(only)
     asked |= {"batch_tokens": 64 * 4}
-    plans, _, _ = plan(options(tmp_path / "m.toml", gpus.format(2), methods="ddp,diloco", **asked))
+    plans, failures, _ = plan(options(tmp_path / "m.toml", gpus.format(2), methods="ddp,diloco", **asked))
     for found in plans:
         whole = found.choice.layout.stages == 1
         assert found.choice.fit is None or whole or states_of(found) <= {"near", "moments-far"}
-    averaged = [found for found in plans if found.choice.method.outer is None and found.choice.layout.stages == 1]
-    assert averaged and all("optimizer-far" in states_of(found) for found in averaged)
+    assert any(f.method == "ddp" and "with a plan of the memory" in f.reason for f in failures)
 
 
 @pytest.mark.slow
