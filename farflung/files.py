@@ -18,7 +18,9 @@ def beside(path: Path) -> Path:
 
 
 def refuse_taken(folder: Path, remedy: str) -> None:
-    """Raises UserError for a folder that is to be written, and has something in it."""
+    """Raises UserError for a folder that is to be written, and has something in it, or no name of its own."""
+    if not folder.name:
+        raise UserError(f"{folder} is a place without a name, which no finished folder can take; {remedy}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; {remedy}")
 

@@ -26,7 +26,7 @@ def write_texts(folder: Path) -> tuple[str, str]:
 
 def settings(folder: Path, out: str = "mix", **changed: Any) -> SplitSettings:
     paths = write_texts(folder)
-    small = {"sequence_length": LENGTH, "prefix": PREFIX, "rounds": 3, "round_sequences": 512, "experts": 2}
+    small = {"sequence_length": LENGTH, "prefix": PREFIX, "rounds": 3, "router_sequences": 256, "experts": 2}
     return SplitSettings(**{"data": paths, "out": folder / out, **small, **changed})
 
 

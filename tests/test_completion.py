@@ -30,7 +30,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["join", "--restarts", "2", "--gate"], ["--gateway"]),
         (["report", "--sm"], ["--small"]),
         (["mixture", "ev"], ["evaluate"]),
-        (["mixture", "split", "--round-"], ["--round-sequences"]),
+        (["mixture", "split", "--router-"], ["--router-sequences"]),
     ],
     ids=" ".join,
 )

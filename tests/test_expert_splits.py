@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,18 @@ def test_machines_send_two_bytes_for_each_sequence_and_router_of_theirs(tmp_path
     assert Simulation(3).run(sent) == [2 * per_router, 2 * per_router, per_router]
 
 
+def test_each_router_gets_equally_many_sequences(tmp_path: Path) -> None:
+    told: list[RouterRound] = []
+    wanted = settings(tmp_path, experts=5, router_sequences=1)
+    learn(Routers(wanted, Bytes(), SimulatedNetwork.alone()), Corpus(wanted, Bytes()), wanted, told.append)
+    assert all(math.isfinite(one.loss) for one in told) and len(told) == wanted.rounds
+
+
 @pytest.mark.slow
 def test_processes_come_to_what_one_comes_to(mixture: Mixture, tmp_path: Path) -> None:
     there = mixture.folder.parent
     flags = [*("--data", *mixture.data, "--out", tmp_path / "mix", "--experts", 2, "--sequence-length", LENGTH)]
-    flags += ["--prefix", PREFIX, "--rounds", 3, "--round-sequences", 512]
+    flags += ["--prefix", PREFIX, "--rounds", 3, "--router-sequences", 256]
     run_together(2, "-m", "farflung", "mixture", "split", *flags)
     assert files_of(tmp_path / "mix") == files_of(there / "mix")
     assert [path.name for path in tmp_path.iterdir()] == ["mix"]
@@ -146,14 +154,14 @@ def test_processes_come_to_what_one_comes_to(mixture: Mixture, tmp_path: Path) -
         ({"data": ("a.txt", "a.txt")}, "given twice"),
         ({"data": ("0.5*a.txt + 0.5*b.txt",)}, "no weights here"),
         ({"data": ("nosuch.txt",)}, "no such file"),
-        ({"round_sequences": 1}, "give each at least one"),
+        ({"router_sequences": 0}, "router_sequences is 0; it must be at least 1"),
         ({"lr": 1e30}, "diverged with --lr 1e"),
     ],
     ids=str,
 )
 def test_what_cannot_be_split_is_refused_in_a_line(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told) as error:
-        make(tmp_path, **({"round_sequences": 3000} if changed.get("experts") == 3000 else {}), **changed)
+        make(tmp_path, **changed)
     assert "\n" not in str(error.value) and not (tmp_path / "mix").exists()
 
 
@@ -164,7 +172,7 @@ def test_an_expert_without_data_to_be_judged_by_is_refused(tmp_path: Path) -> No
     # Its end, which is held out, is as the other text; what comes before is not.
     mixed.write_text("0123456789;" * 3000 + Path(words).read_text()[:3500])
     with pytest.raises(UserError, match=r"no data to be judged by: none of the .* sequences held out goes to it"):
-        make(tmp_path, data=(words, str(mixed)), round_sequences=512)
+        make(tmp_path, data=(words, str(mixed)))
 
 
 def write_lines(path: Path, line: Callable[[int], str]) -> str:
@@ -187,6 +195,22 @@ def test_a_folder_that_is_taken_is_refused_and_stays(mixture: Mixture) -> None:
     with pytest.raises(UserError, match="mix exists already; give another folder with --out"):
         make(mixture.folder.parent)
     assert files_of(mixture.folder) == before
+
+
+def test_what_a_killed_process_has_left_is_written_over(tmp_path: Path) -> None:
+    """In a container that is started again, processes have the numbers of those before."""
+    left = beside(tmp_path / "new")
+    left.mkdir()
+    (left / "half").write_text("x")
+    with folders.written_beside(tmp_path / "new") as there:
+        (there / "whole").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "whole"]
+
+
+def test_the_current_folder_cannot_be_taken(mixture: Mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"\. is a place without a name.*; give another folder with --out"):
+        split(replace(settings(mixture.folder.parent), out=Path()), SimulatedNetwork.alone(), lambda _: None)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
@@ -231,7 +255,7 @@ def test_a_store_of_sequences_is_as_others_are(mixture: Mixture) -> None:
 @pytest.mark.slow
 def test_the_command_splits_and_shows(tmp_path: Path) -> None:
     wanted = settings(tmp_path)
-    flags = ("--experts", 2, "--sequence-length", LENGTH, "--prefix", PREFIX, "--rounds", 2, "--round-sequences", 256)
+    flags = ("--experts", 2, "--sequence-length", LENGTH, "--prefix", PREFIX, "--rounds", 2, "--router-sequences", 128)
     done = farflung("mixture", "split", "--data", *wanted.data, "--out", wanted.out, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("round 1: ") and "farflung train --sequence-length 32 --data" in done.stdout

@@ -50,8 +50,8 @@ class Options:
     """Tokens that routers read."""
     rounds: int = 6
     """Of the routers."""
-    round_sequences: int = 8192
-    """Dealt among the routers in each."""
+    router_sequences: int = 2048
+    """That each router gets in each."""
     width: int = 64
     """Of all models, which have one layer; routers have half of it."""
     lr: float = 5e-3
@@ -63,7 +63,7 @@ class Options:
         return self.steps * self.batch_size * self.length
 
 
-SMOKE = Options((2,), (0,), steps=8, batch_size=4, length=32, prefix=16, rounds=2, round_sequences=128, width=16)
+SMOKE = Options((2,), (0,), steps=8, batch_size=4, length=32, prefix=16, rounds=2, router_sequences=64, width=16)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -130,7 +130,7 @@ def entropy(table: NDArray[np.float64]) -> float:
 
 
 def _named(options: Options, count: int) -> Settings:
-    names = ("prefix", "rounds", "round_sequences", "length", "tokens", "width", "lr")
+    names = ("prefix", "rounds", "router_sequences", "length", "tokens", "width", "lr")
     return {"routers of": count, **{name: getattr(options, name) for name in names}}
 
 
@@ -143,12 +143,12 @@ def _settings(folder: Path, options: Options, seed: int, router: str) -> SplitSe
     sources = sorted(map(str, folder.glob("*.txt")))
     return SplitSettings(
         data=tuple(sources),
-        out=folder / f"mix-{options.rounds}-{options.round_sequences}",
+        out=folder / f"mix-{options.rounds}-{options.router_sequences}",
         experts=len(sources),
         sequence_length=options.length,
         prefix=options.prefix,
         rounds=options.rounds,
-        round_sequences=options.round_sequences,
+        router_sequences=options.router_sequences,
         router=router,
         lr=options.lr,
         seed=seed,

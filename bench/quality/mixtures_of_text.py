@@ -49,8 +49,8 @@ class Options:
     """Tokens that routers read."""
     rounds: int = 6
     """Of the routers."""
-    round_sequences: int = 4096
-    """Dealt among the routers in each."""
+    router_sequences: int = 1024
+    """That each router gets in each."""
     width: int = 32
     """Of all models, which have one layer."""
     kind_tokens: int = 800_000
@@ -60,7 +60,7 @@ class Options:
 
 
 SMALL = {"steps": 16, "points": 2, "batch_size": 4, "length": 32, "prefix": 16, "width": 16, "kind_tokens": 20_000}
-SMOKE = Options((0,), rounds=4, round_sequences=256, **SMALL)
+SMOKE = Options((0,), rounds=4, router_sequences=64, **SMALL)
 
 
 def kinds() -> dict[str, str]:
@@ -142,7 +142,7 @@ def _ways(folder: Path, options: Options, store: Store, seed: int, model: str) -
         sequence_length=options.length,
         prefix=options.prefix,
         rounds=options.rounds,
-        round_sequences=options.round_sequences,
+        router_sequences=options.router_sequences,
         router=model,
         lr=options.lr,
         seed=seed,

@@ -131,6 +131,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
     new = beside(folder)
     with disk_errors(f"write to {folder}", "give another folder, or make room"):
         try:
+            shutil.rmtree(new, ignore_errors=True)  # left by one of this number that was killed, as in a container
             new.mkdir(parents=True)
             yield new
             try:

@@ -36,8 +36,8 @@ class SplitSettings:
     """The routers' model: a preset, or anything that AutoConfig loads; a small one is enough."""
     rounds: int = setting(6, least=1)
     """How often the routers learn from the sequences that they have, and deal new ones among themselves."""
-    round_sequences: int = setting(8192, least=1)
-    """Sequences dealt among all routers in a round; where the text has fewer, they come again."""
+    router_sequences: int = setting(2048, least=1)
+    """Sequences that each router gets in a round; where the text has too few for all, they come again."""
     batch_size: int = setting(32, least=1)
     """Sequences in a router's training step."""
     lr: float = setting(1e-3, above=0)
@@ -57,7 +57,8 @@ class SplitSettings:
             raise UserError(
                 f"prefix is {self.prefix} and sequence_length {self.sequence_length}; a prefix is a part of a sequence"
             )
-        if self.round_sequences < self.experts:
-            raise UserError(
-                f"round_sequences is {self.round_sequences} for {self.experts} experts; give each at least one"
-            )
+
+    @property
+    def round_sequences(self) -> int:
+        """Those of all routers together."""
+        return self.experts * self.router_sequences

@@ -103,7 +103,7 @@ def refuse_collapsed(scores: NDArray[np.floating]) -> None:
     if chosen.min() < LEAST_CHOSEN * even:
         raise UserError(
             f"the routers have collapsed: {chosen.min()} of {len(scores)} sequences would choose expert "
-            f"{chosen.argmin()}, where {even:.0f} are an even share; give more --rounds or --round-sequences, "
+            f"{chosen.argmin()}, where {even:.0f} are an even share; give more --rounds or --router-sequences, "
             "another --seed, or fewer --experts"
         )
 
