@@ -292,6 +292,14 @@ def test_what_is_exported_draws_without_farflung_what_is_drawn_here(
         assert torch.allclose(values, picture, atol=0.02)
 
 
+def test_a_mixture_draws_in_half_the_memory(exported: Path) -> None:
+    """What is drawn is summed up in 32 bits all the same."""
+    whole = PictureMixture.from_pretrained(exported)
+    drawn = whole.draw(torch.arange(3))
+    half = whole.to(torch.bfloat16).draw(torch.arange(3))
+    assert half.dtype == torch.float32 and torch.allclose(half, drawn, atol=0.1)
+
+
 def test_a_student_is_taught_by_the_expert_of_each_pictures_own_part(
     exported: Path, mixture: PictureSplit, experts: dict[int, Path], tmp_path: Path
 ) -> None:

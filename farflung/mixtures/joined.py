@@ -54,9 +54,11 @@ def evaluate(mixture: Mixture, experts: Mapping[int, Path], dense: Path | None, 
         dense: an exported model to judge by all of them, too.
         prefix: tokens that the routers read; None for as many as they have learnt to.
 
-    Raises UserError: there is no expert; a model has other tokens.
+    Raises UserError: there is no expert; a model has other tokens, or reads too few; the routers' prefix is too long.
     """
     _refuse_none(mixture, experts)
+    if prefix and prefix > mixture.prefix:
+        raise UserError(f"prefix is {prefix}, and the routers have learnt to read {mixture.prefix}; give no more")
     tokenizer = mixture.read_tokenizer()
     sequences = _held_out(mixture)
     scores = _router_scores(mixture, sequences[:, : prefix or mixture.prefix], tokenizer.end)
@@ -154,7 +156,12 @@ def _next_best(scores: NDArray[np.float32], there: list[int]) -> NDArray[np.int6
 def _loss(folder: Path, sequences: Tensor, tokenizer: Tokenizer) -> float | None:
     if not len(sequences):
         return None
-    model = _expert(folder, tokenizer)
+    model, length = _expert(folder, tokenizer), sequences.shape[1]
+    if (longest := getattr(model.config, "max_position_embeddings", None) or length) < length:
+        raise UserError(
+            f"{folder} reads at most {longest} tokens, and the mixture's sequences have {length}; train it with "
+            f"--sequence-length {length}"
+        )
     sums = [float(models.sequence_loss(model, batch)) * len(batch) for batch in sequences.split(BATCH)]
     return sum(sums) / len(sequences)
 

@@ -62,7 +62,8 @@ class MixtureConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 def _of_dictionary(table: dict[str, Any]) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**table))
+    # In the dtype that the mixture is loaded in, and not the one that its part was saved in.
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**table), dtype=torch.get_default_dtype())
 
 
 class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -101,15 +102,25 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return torch.stack(scores).argmax(dim=0)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **more: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **more: Any,
     ) -> CausalLMOutput:
-        """Logits (n, m, tokens) of each text by its own expert; with `labels`, the mean cross-entropy, too."""
+        """Logits (n, m, tokens) of each text by its own expert; with `labels`, the mean cross-entropy, too.
+
+        A token that an expert does not have, where others have more, gets -inf.
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         logits: Tensor | None = None
         for expert, rows in self._groups(input_ids, attention_mask):
-            mask = None if attention_mask is None else attention_mask[rows]
-            own = expert(input_ids=input_ids[rows], attention_mask=mask, use_cache=False).logits
-            logits = own.new_empty(*input_ids.shape, own.shape[-1]) if logits is None else logits
-            logits[rows] = own
+            of_rows = {name: tensor[rows] for name, tensor in given.items() if tensor is not None}
+            own = expert(**of_rows, use_cache=False).logits
+            if logits is None:
+                logits = own.new_full((*input_ids.shape, self.config.vocab_size), -torch.inf)
+            logits[rows, :, : own.shape[-1]] = own
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
@@ -119,12 +130,14 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def generate(self, inputs: Tensor | None = None, attention_mask: Tensor | None = None, **more: Any) -> Any:
         """How each text goes on, by its own expert: (n · num_return_sequences, longest) int64, padded at the end.
 
-        Takes all that transformers' `generate` does. Texts of several experts come back as tokens alone.
+        Takes all that transformers' `generate` does. Texts of several experts come back as tokens alone. What is not
+        given is as in the mixture's own `generation_config`.
         """
         texts = more.pop("input_ids", None) if inputs is None else inputs
         if texts is None:
             raise ValueError("a mixture goes on with a text, and is given none; give input_ids")
         mask = torch.ones_like(texts) if attention_mask is None else attention_mask
+        more.setdefault("generation_config", self.generation_config)
         made = [
             (rows, expert.generate(texts[rows], attention_mask=mask[rows], **more))
             for expert, rows in self._groups(texts, mask)

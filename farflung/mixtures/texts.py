@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ else:
 
 EXAMPLE = 100
 """Characters of an example of an expert's text."""
+GREATEST = 709.0
+"""Nats whose perplexity is still a number."""
 
 
 class TextKind:
@@ -91,4 +93,5 @@ def _round(one: routers.RouterRound) -> str:
 
 
 def _loss(loss: float) -> str:
-    return f"{loss:.4f} nats a token, perplexity {exp(loss):.2f}"
+    perplexity = inf if loss > GREATEST else exp(loss)
+    return f"{loss:.4f} nats a token, perplexity {perplexity:.2f}"

@@ -90,11 +90,11 @@ class PictureMixture(nn.Module):
     def draw(self, labels: Tensor, seed: int = 0, steps: int = 16) -> Tensor:
         """A picture of each of the classes (n,), from noise: (n, channels, height, width), from -1 to 1."""
         size: Any = self.router.config
-        shape = (len(labels), size.in_channels, *size.sample_size)
+        shape, dtype = (len(labels), size.in_channels, *size.sample_size), next(self.parameters()).dtype
         pictures = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
         scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=MOMENTS)
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), device=self.device)
         for moment in scheduler.timesteps:
-            flow = self(pictures, moment, labels.to(self.device)).sample
+            flow = self(pictures.to(dtype), moment, labels.to(self.device)).sample.float()
             pictures = scheduler.step(flow, moment, pictures).prev_sample
         return pictures.clamp(-1, 1)
