@@ -81,7 +81,7 @@ class SlowAdamW(torch.optim.Optimizer):
         own_of(parameter).mul_(1 - group["lr"] * group["weight_decay"]).addcdiv_(along, size, value=-group["lr"])
 
 
-def mixed(fast: Tensor, of_fast: float, slow: Tensor, group: dict[str, Any], step: int) -> Tensor:
+def mixed(fast: Tensor, of_fast: float, slow: Tensor, group: dict[str, Any], step: float) -> Tensor:
     """(1 - ω)·fast / (1 - βᵗ) + ω·slow / (1 - βₛᵗ), with the settings of a group, after so many steps."""
     return torch.lerp(fast / (1 - of_fast**step), slow / (1 - group["slow_momentum"] ** step), group["slow_share"])
 
@@ -127,13 +127,13 @@ class PrimalAveraging(torch.optim.Optimizer):
         own_of(parameter).copy_(torch.lerp(z, x, group["between"]))
 
 
-def _counted(state: dict[str, Any]) -> int:
-    """The number of this step."""
+def _counted(state: dict[str, Any]) -> float:
+    """The number of this step; between two where it is a mean of several replicas'."""
     state["step"] += 1
-    return int(state["step"])
+    return float(state["step"])
 
 
-def _size(square: Tensor, gradient: Tensor, group: dict[str, Any], step: int) -> Tensor:
+def _size(square: Tensor, gradient: Tensor, group: dict[str, Any], step: float) -> Tensor:
     """√v̂ + ε, once the mean of squares has the gradient's."""
     second = group["betas"][1]
     square.mul_(second).addcmul_(gradient, gradient, value=1 - second)

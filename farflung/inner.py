@@ -189,7 +189,7 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         state["step"] += 1
         slow = own_of(state[SLOW]).lerp_(gradient, 1 - group["slow_momentum"])
-        return mixed(ahead, group["momentum"], slow, group, int(state["step"]))
+        return mixed(ahead, group["momentum"], slow, group, float(state["step"]))
 
     def _move(
         self, group: dict[str, Any], named: Mapping[str, nn.Parameter], updates: Mapping[str, torch.Tensor]

@@ -23,12 +23,11 @@ from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.networks.base import ALONE, CORE_ONLY, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
-from farflung.outer.averaging import Meeting
-from farflung.outer.columns import of_party
-from farflung.outer.exchange import Exchange, not_compared, start_columns
+from farflung.outer.exchange import Exchange
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result, Round
+from farflung.outer.parties import average_of_party
 from farflung.outer.round import Offer, PendingRound, Sync
 from farflung.outer.setup import Setup
 from farflung.outer.shared import OF, check_shared, shared_tensors, take_shared
@@ -95,7 +94,8 @@ class ElasticLoop(OuterLoop):
         draws_together = self.method.topology.identical and not self.method.needs_equal_anchors
         return ParameterAveraging(outer) if draws_together and not isinstance(outer, OuterOptimizer) else outer
 
-    def _aggregation(self) -> Aggregation:
+    def aggregation(self) -> Aggregation:
+        """See OuterLoop."""
         return Aggregation(self._options["robust"], self._note_offence)
 
     def _note_offence(self, rank: int, why: str) -> None:
@@ -139,9 +139,13 @@ class ElasticLoop(OuterLoop):
         """What the replica's first process says."""
         return self.trained.layout.told(value)[0]
 
-    def _group(self, sync: Sync[Tensor]) -> Group:
+    def holding(self, sync: Sync[Tensor]) -> Group:
+        """See OuterLoop."""
         holders = replace(self.holders, core_only=self._elastic.telling(CORE_ONLY))
-        members = holders.of(sync.index, self.method.schedule, self.network.members())
+        return holders.of(sync.index, self.method.schedule, self.network.members())
+
+    def _group(self, sync: Sync[Tensor]) -> Group:
+        members = self.holding(sync)
         if self.method.topology.identical:
             members = self.departures.without(members, sync.index, sync.rounds)
         group = sync.group(self.network.rank, members, self.method.topology)
@@ -180,19 +184,7 @@ class ElasticLoop(OuterLoop):
                 return Result(message, (), Outcome.SAT_OUT, ALONE[why])
             if (came := len(party.group)) < (quorum := self.method.quorum):
                 return Result(message, (), Outcome.SAT_OUT, f"{came} of a quorum of {quorum} came")
-            columns = of_party(self._elastic, party, whole.names)
-            meetings = [
-                Meeting(column.network, party.group, column.key(key), number, party.weights) for column in columns
-            ]
-            pending, error = start_columns(
-                whole, party.group, columns, meetings, not_compared, averaging, self.network.now
-            )
-            try:
-                result = pending.wait(self.deadline_s)
-            except PeerLostError as lost:
-                result = Result(message, party.group, Outcome.PEER_LOST, str(lost), missing=lost.ranks)
-            result.compression_error = error
-            return result
+            return average_of_party(self._elastic, party, whole, key, number, averaging, self.deadline_s)
 
         lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
         even = self._options["weighting"] == "even"
@@ -246,7 +238,9 @@ class ElasticLoop(OuterLoop):
             return
         self._rounds.pending.clear()  # nobody is there to come to them
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            self._along.before(sync, weights)
             weights.anchor.copy_(weights.fragment.read(weights.anchor.device))
+            self._along.after(sync, weights, sync.rounds, Result(weights.anchor, (self.network.rank,)))
             sync.trained, sync.fresh = 0, None
 
     def state(self) -> SharedState:
@@ -290,6 +284,7 @@ class ElasticLoop(OuterLoop):
         self._begun = self._belongs = True
         for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
             weights.write(weights.anchor)
+            self._along.taken(sync, weights)
             sync.skip_to(self.step + 1)
         if self._clock:
             self._clock.jump(self.step)

@@ -23,8 +23,8 @@ from farflung.outer.round import Offer
 
 ANCHOR = "anchor"
 """What an anchor is called among what is kept."""
-OUTER = "outer "
-"""Begins the names of what the outer optimizer keeps."""
+OUTER, NOTED = "outer ", "noted "
+"""Begin the names of what the outer optimizer keeps, and of what is noted."""
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -160,6 +160,8 @@ class Weights:
     ) -> None:
         self.fragment = fragment
         self.anchor = anchor
+        self.noted: dict[str, Any] = {}
+        """What goes along with rounds has noted for the next one: tensors as long as the anchor, and numbers."""
         self._outer = outer
         self._merge = merge
         self._writing = writing
@@ -229,6 +231,7 @@ class Weights:
         """What is kept between rounds: the anchor, and what the outer optimizer keeps of it."""
         own = state_by_anchor(self._outer).get(self.anchor, {})
         state = {f"{OUTER}{name}": value for name, value in sorted(own.items())}
+        state |= {f"{NOTED}{name}": value for name, value in sorted(self.noted.items())}
         rounded_off = self.fragment.rounded_off
         return {ANCHOR: self.anchor, **({} if rounded_off is None else {"rounded off": rounded_off}), **state}
 
@@ -237,6 +240,7 @@ class Weights:
         if self.fragment.numel:
             self.anchor.copy_(kept[ANCHOR])
         self.fragment.rounded_off = kept.get("rounded off")
+        self.noted = {name.removeprefix(NOTED): value for name, value in kept.items() if name.startswith(NOTED)}
         state = {name.removeprefix(OUTER): value for name, value in kept.items() if name.startswith(OUTER)}
         if state:
             state_by_anchor(self._outer)[self.anchor] = state
@@ -244,6 +248,10 @@ class Weights:
     def shared(self) -> dict[str, Tensor]:
         """What late replicas take: the anchor, and the tensors that the outer optimizer keeps of it."""
         return {ANCHOR: self.anchor, **dict(sorted(kept_of(self._outer, self.anchor).items()))}
+
+    def alike(self) -> dict[str, Tensor]:
+        """What replicas have alike whose anchors are: what late ones take, and tensors that are noted."""
+        return self.shared() | {name: note for name, note in self.noted.items() if isinstance(note, Tensor)}
 
     def take_shared(self, shared: Mapping[str, Tensor]) -> None:
         """Goes on from what another `shared`; numbers that the outer optimizer counts stay."""

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.beside import SideStream
 from farflung.outer.clock import Clock
 from farflung.outer.columns import Column, Message
+from farflung.outer.companions.base import Alongs
 from farflung.outer.departures import has_left
 from farflung.outer.exchange import Compared, Exchange, facts_of, start_columns, started, weighed
 from farflung.outer.fragments import Weights
@@ -78,7 +79,7 @@ class OuterLoop(Session):
             for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
         ]
         exact = sends_weights(self.outer)
-        rule, fused = self._aggregation, partial(radial_of, method.fuse, model=setup.model, outer=self.outer)
+        rule, fused = self.aggregation, partial(radial_of, method.fuse, model=setup.model, outer=self.outer)
         self._averagings = [Averaging(network.rank, method, exact, rule(), radial=fused(one)) for one in fragments]
         self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](self.holders.schedules(schedule, len(fragments)), self._weights)
@@ -88,7 +89,7 @@ class OuterLoop(Session):
         self.side = SideStream()
         self._clock = Clock(setup.options["clock"] or network.now) if schedule.by_clock else None
         self._held = False  # whether a round has started in this step
-        self._companions = [companion.along(self) for companion in method.companions]
+        self._along = Alongs([companion.along(self) for companion in method.companions])
         self.trained.restore = lambda: self._replica.restore_if_spoilt(self._rounds.pending)
         for optimizer in optimizers:
             self.undo.callback(unscaled_steps(optimizer))
@@ -105,7 +106,7 @@ class OuterLoop(Session):
         refuse_rounded_weights(outer, self.method.codec, self.anchors if self.network.elastic else ())
         return outer
 
-    def _aggregation(self) -> Aggregation | None:
+    def aggregation(self) -> Aggregation | None:
         """The rule by which a fragment's messages are aggregated, where they must be looked at."""
         return None
 
@@ -150,8 +151,7 @@ class OuterLoop(Session):
         self.trained.check_left_alone()
         self._look()
         averaging, weights = self._averagings[sync.index], self._weights[sync.index]
-        for companion in self._companions:
-            companion.before(sync, weights)
+        self._along.before(sync, weights)
         group = self._group(sync)
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
             averaging.set_reference(weights.fragment.message(weights.nothing()))
@@ -159,10 +159,13 @@ class OuterLoop(Session):
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
 
+    def holding(self, sync: Sync[Tensor]) -> Group:
+        """The members that hold a fragment."""
+        return self.holders.of(sync.index, self.method.schedule, self.network.members())
+
     def _group(self, sync: Sync[Tensor]) -> Group:
         """With whom the next round is to be held."""
-        members, topology = self.network.members(), self.method.topology
-        members = self.holders.of(sync.index, self.method.schedule, members)
+        members, topology = self.holding(sync), self.method.topology
         if topology.identical:  # who draws groups at random must draw from the same members, whoever knows of what
             members = self.departures.without(members, sync.index, sync.rounds)
         return sync.group(self.network.rank, members, topology)
@@ -230,8 +233,7 @@ class OuterLoop(Session):
             sync.lost = True
             raise
         sync.lost |= result.outcome == Outcome.PEER_LOST
-        for companion in self._companions:
-            companion.after(sync, self._weights[sync.index], result)
+        self._along.after(sync, self._weights[sync.index], pending.round, result)
         self.report(
             Round(
                 **facts_of(pending, result),
@@ -267,7 +269,7 @@ class OuterLoop(Session):
                 for column in columns:
                     stay_away(column.network, group, column.key(key))
             return
-        kept = {name: fragment.message(values) for name, values in self._weights[sync.index].shared().items()}
+        kept = {name: fragment.message(values) for name, values in self._weights[sync.index].alike().items()}
         try:
             for column in columns:
                 if column.name in result.apart:
@@ -345,14 +347,14 @@ class OuterLoop(Session):
             warnings.warn(LATE_LOAD, stacklevel=4)
         while self._rounds.pending:
             self._apply(self._rounds.pending.pop(0), starts=False)
-        for companion, sync in product(self._companions, self._rounds.syncs):
-            companion.finish(sync, self._weights[sync.index])
+        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            self._along.finish(sync, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""
         pending = [self._packed(pending) for pending in self._rounds.pending]
-        for companion, sync in product(self._companions, self._rounds.syncs):
-            companion.hold(sync, self._weights[sync.index])
+        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            self._along.hold(sync, weights)
         return {
             **super().state_dict(),
             **self._replica.state_dict(),

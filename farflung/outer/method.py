@@ -164,8 +164,6 @@ class Method:
                 "this method deals out one model among replicas that stay; on the internet use noloco or diloco"
             )
         faults = []
-        if self.companions:
-            faults.append(f"{type(self.companions[0]).__name__} needs replicas that stay; on the internet use noloco")
         if self.needs_equal_anchors and self.schedule.delay == self.schedule.every:
             faults.append(
                 "this method needs equal anchors everywhere, and its rounds never pause, so that nobody could join; "

@@ -11,7 +11,6 @@ from torch import Tensor
 from farflung.hooks.shards import own_of
 from farflung.inner import MEAN_STEP
 from farflung.outer.companions.base import Along
-from farflung.outer.optimizers import state_by_anchor
 
 if TYPE_CHECKING:
     from farflung.outer.fragments import Weights
@@ -19,17 +18,19 @@ if TYPE_CHECKING:
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
-BEFORE = "before the round"
-"""What an anchor as it was when its round started is called among what is kept of it."""
+BEFORE = "anchor before the round"
+"""What an anchor as it was when its round started is noted as."""
 STEPS = "steps before the round"
+"""And the inner steps since the last round in which it moved."""
 
 
 @dataclass(frozen=True)
 class AlignedSteps:
     """Tells inner optimizers where all replicas went in the last round (FedMuon, arXiv 2510.27403); sends nothing.
 
-    That is how far the anchor moved, divided by the round's steps and the learning rate. Optimizers follow it whose
-    groups have an `align` above 0: Muon.
+    That is how far the anchor moved, divided by the steps behind it and the learning rate. Optimizers follow it whose
+    groups have an `align` above 0: Muon. Who sits out a round goes on with what the one before has told. Who takes the
+    state of others learns of it in the first round that it trains for from start to end.
     """
 
     sends_more = False
@@ -44,16 +45,24 @@ class Aligning(Along):
 
     def __init__(self, loop: OuterLoop) -> None:
         self._loop = loop
+        self._in_part: set[int] = set()
+        """The fragments whose next round this replica trains for only in part."""
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Notes where the anchor is."""
-        kept = state_by_anchor(self._loop.outer)[weights.anchor]
-        kept[BEFORE], kept[STEPS] = weights.anchor.clone(), max(1, sync.trained)
+        noted = weights.noted
+        if sync.index in self._in_part:
+            self._in_part.remove(sync.index)
+            return
+        noted[BEFORE], noted[STEPS] = weights.anchor.clone(), noted.get(STEPS, 0) + sync.trained
 
-    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Tells by how much it has moved, for each step and unit of learning rate."""
-        kept, fragment = state_by_anchor(self._loop.outer)[weights.anchor], weights.fragment
-        mean = torch.sub(kept.pop(BEFORE), weights.anchor).div_(kept.pop(STEPS))
+        fragment, noted = weights.fragment, weights.noted
+        before = noted.pop(BEFORE, None)
+        if before is None or not result.group:
+            return
+        mean = torch.sub(before, weights.anchor).div_(max(1, noted.pop(STEPS)))
         steps = {name: torch.zeros_like(own_of(one.detach())) for name, one in fragment.named.items()}
         fragment.keeper.scatter(mean, steps)
         named = {parameter: steps[name] for name, parameter in fragment.named.items()}
@@ -62,3 +71,9 @@ class Aligning(Along):
                 for parameter in group["params"]:
                     if group.get("align") and group["lr"] and parameter in named:
                         optimizer.state[parameter][MEAN_STEP] = named[parameter].div_(group["lr"])
+
+    def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along; of the round that goes on now, this replica does only a part of the steps."""
+        for name in (BEFORE, STEPS):
+            weights.noted.pop(name, None)
+        self._in_part.add(sync.index)

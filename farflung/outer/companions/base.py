@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -19,14 +20,49 @@ class Along:
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """A fragment's round starts now."""
 
-    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
-        """A fragment's round was applied."""
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
+        """A fragment's round, of this number, was applied."""
 
     def finish(self, sync: Sync[Tensor], weights: Weights) -> None:
         """What is under way is applied now, before its time, as when rounds end."""
 
     def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
         """The state is about to be told: what is under way is waited for, and kept with the anchor."""
+
+    def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """Weights and anchor are others' now: what was noted or is under way counts no more."""
+
+
+class Alongs(Along):
+    """Several, each asked in turn."""
+
+    def __init__(self, each: Sequence[Along]) -> None:
+        self._each = each
+
+    def before(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        for one in self._each:
+            one.before(sync, weights)
+
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
+        """See Along."""
+        for one in self._each:
+            one.after(sync, weights, round, result)
+
+    def finish(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        for one in self._each:
+            one.finish(sync, weights)
+
+    def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        for one in self._each:
+            one.hold(sync, weights)
+
+    def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        for one in self._each:
+            one.taken(sync, weights)
 
 
 class Companion(Protocol):

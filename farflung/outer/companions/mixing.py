@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from farflung.codecs import Dense
-from farflung.networks import Group, PeerLostError
-from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.averaging import Averaging
+from farflung.outer.companions.additions import Addition, awaited, exchanged
 from farflung.outer.companions.base import Along
-from farflung.outer.exchange import Exchange, not_compared, start_columns, started
-from farflung.outer.optimizers import state_by_anchor
+from farflung.outer.outcomes import Outcome
 from farflung.outer.topologies import Everyone, Topology, group_of
 
 if TYPE_CHECKING:
+    from farflung.outer.exchange import Exchange
     from farflung.outer.fragments import Weights
     from farflung.outer.loop import OuterLoop
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
 MIXED = "mixed"
-"""What the mean of anchors is called among what is kept of one, until its next round starts."""
+"""What the mean of anchors is noted as, until the next round starts."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,23 @@ class Mixing(Along):
         self._loop = loop
         self._topology = topology
         plain = replace(loop.method, codec=Dense(), topology=topology, fuse="mean")
-        self._averagings = [Averaging(loop.network.rank, plain, exact=True) for _ in loop.anchors]
-        self._under_way: dict[int, tuple[Group, Exchange]] = {}
+        rank, rule = loop.network.rank, loop.aggregation
+        self._averagings = [Averaging(rank, plain, exact=True, aggregation=rule()) for _ in loop.anchors]
+        self._under_way: dict[int, tuple[Addition, Exchange]] = {}
 
-    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Sends the new anchor on its way."""
-        loop, label = self._loop, f"anchors before {sync.label}"
-        members = loop.holders.of(sync.index, loop.method.schedule, loop.network.members())
-        members = loop.departures.without(members, sync.index, sync.rounds)
+        loop, label = self._loop, f"anchors after round {round} of fragment {sync.index}"
+        members = loop.departures.without(loop.holding(sync), sync.index, sync.rounds)
         group = group_of(loop.network.rank, self._topology.groups(members, label))
-        if len(group) < 2:
-            return
-        message = weights.fragment.message(weights.anchor.clone())
-        columns, key, now = loop.columns.of(group, message.names), loop.key(label), loop.network.now
-        meetings = [Meeting(column.network, group, column.key(key), sync.rounds) for column in columns]
-        averaging = self._averagings[sync.index]
-        start = partial(start_columns, message, group, columns, meetings, not_compared, averaging, now)
-        self._under_way[sync.index] = group, started(start, message, loop.side, loop.network, now())
+        if group := loop.trained.layout.told(group if len(group) > 1 else ())[0]:
+            added = Addition(weights.fragment.message(weights.anchor.clone()), group, loop.key(label), round)
+            self._under_way[sync.index] = added, exchanged(loop, added, self._averagings[sync.index])
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Moves anchor and weights to the mean that has come."""
         self.hold(sync, weights)
-        kept = state_by_anchor(self._loop.outer).get(weights.anchor, {})
-        if (mixed := kept.pop(MIXED, None)) is not None:
+        if (mixed := weights.noted.pop(MIXED, None)) is not None:
             theta = weights.fragment.read(weights.anchor.device)
             weights.write(theta.add_(mixed - weights.anchor))
             weights.anchor.copy_(mixed)
@@ -85,12 +78,12 @@ class Mixing(Along):
 
     def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
         """See Along."""
-        if sync.index not in self._under_way:
-            return
-        group, exchange = self._under_way.pop(sync.index)
-        try:
-            with self._loop.departures.watched(group, sync.index, sync.rounds - 1):
-                mean = exchange.result.wait(self._loop.deadline_s).mean
-        except PeerLostError:
-            return
-        state_by_anchor(self._loop.outer)[weights.anchor][MIXED] = mean
+        if sync.index in self._under_way:
+            result = awaited(self._loop, *self._under_way.pop(sync.index), sync.index)
+            if result.outcome == Outcome.AVERAGED:
+                weights.noted[MIXED] = result.mean
+
+    def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along."""
+        self._under_way.pop(sync.index, None)
+        weights.noted.pop(MIXED, None)

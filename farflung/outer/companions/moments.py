@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from farflung.cells import Cell, Piece
+from farflung.codecs import Dense
 from farflung.errors import UserError
-from farflung.hooks.buffers import average
-from farflung.networks import PeerLostError
+from farflung.hooks.shards import own_of
+from farflung.outer.averaging import Averaging
+from farflung.outer.columns import Message, views_like
+from farflung.outer.companions.additions import Addition, awaited, exchanged
 from farflung.outer.companions.base import Along
+from farflung.outer.fragments import sendable
 from farflung.outer.outcomes import Outcome
+from farflung.outer.topologies import Everyone
 
 if TYPE_CHECKING:
-    from farflung.outer.fragments import Weights
+    from farflung.outer.fragments import Fragment, Weights
     from farflung.outer.loop import OuterLoop
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
+
+STEP = 2.0**-30
+"""What a step counts in messages: next to moments, which a message's size is judged by, that is nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,9 @@ class AveragedMoments:
     """Averages what inner optimizers keep, each kind at every so-many-th round (DES-LOC, arXiv 2505.22549).
 
     A moment forgets slowly or fast, and need not be averaged more often than it does. What is averaged travels as
-    float32 among those who held the round, which wait for it. A replica whose moments are not finite takes the others'.
+    float32 among those who held the round, which wait for it; the numbers of steps that moments are divided by are
+    averaged with them, since replicas that come late have had fewer. One whose moments are not finite takes the
+    others'.
 
     Args:
         rhythms: kinds of state by their names, such as exp_avg, and the rounds from one average to the next.
@@ -41,36 +55,142 @@ class AveragedMoments:
 
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
-        return Averaging(loop, dict(self.rhythms))
+        return Moments(loop, dict(self.rhythms))
 
 
-class Averaging(Along):
+class Moments(Along):
     """One loop's moments."""
 
     def __init__(self, loop: OuterLoop, rhythms: dict[str, int]) -> None:
         self._loop = loop
         self._rhythms = rhythms
+        plain = replace(loop.method, codec=Dense(), topology=Everyone(), fuse="mean")
+        rank, rule = loop.network.rank, loop.aggregation
+        self._averagings = [Averaging(rank, plain, exact=True, aggregation=rule()) for _ in loop.anchors]
+        self._kinds: dict[str, tuple[str, ...]] = {}
+        """What is kept of each parameter, by its name; also of those that have had no gradient yet."""
 
-    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
-        """Averages what is due after this round."""
-        loop, number = self._loop, sync.rounds - 1
-        group = tuple(rank for rank in result.group if rank not in result.missing)
-        if loop.columns.unlike:
-            raise UserError(
-                "islands of unlike layouts cannot average what inner optimizers keep; choose another method"
-            )
-        if not (moments := dict(self._due(number, weights))) or len(group) < 2:
-            return
-        key = loop.key(f"moments of round {number}, fragment {sync.index}")
-        try:
-            average(moments, loop.network, group, key, loop.deadline_s)
-        except PeerLostError as lost:
-            result.note(Outcome.PEER_LOST, str(lost))
-
-    def _due(self, number: int, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def before(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """Notes what there is: a replica that was spoilt has none afterwards."""
+        names = {parameter: name for name, parameter in weights.fragment.named.items()}
         for optimizer in self._loop.trained.optimizers:
-            for name, parameter in weights.fragment.named.items():
-                kept = optimizer.state.get(parameter, {})
-                for kind, rounds in self._rhythms.items():
-                    if number % rounds == 0 and kind in kept:
-                        yield f"{kind} of {name}", kept[kind]
+            for group in optimizer.param_groups:
+                states = [optimizer.state[one] for one in group["params"] if one in optimizer.state]
+                kinds = tuple(kind for kind in self._rhythms if any(kind in state for state in states))
+                if kinds:
+                    self._kinds |= {names[one]: kinds for one in group["params"] if one in names}
+
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
+        """Averages what is due after this round."""
+        due = [kind for kind, rounds in self._rhythms.items() if round % rounds == 0]
+        group = tuple(rank for rank in result.group if rank not in result.missing)
+        if not due or len(group) < 2:
+            return
+        moments = Due(weights.fragment, self._states(weights), self._kinds, due)
+        message = moments.message(weights.anchor.device)
+        if not (sound := sendable(message.flat)):
+            message.flat.zero_()
+        kind = self._loop.trained.layout.total(moments.digest)
+        key = self._loop.key(f"moments of round {round}, fragment {sync.index}")
+        added = Addition(message, group, key, round, float(sound), str(int(kind)))
+        exchange = exchanged(self._loop, added, self._averagings[sync.index])
+        averaged = awaited(self._loop, added, exchange, sync.index)
+        if averaged.outcome == Outcome.AVERAGED:
+            moments.take(message.like(averaged.mean))
+        elif averaged.outcome == Outcome.PEER_LOST:
+            result.note(Outcome.PEER_LOST, averaged.reason)
+
+    def _states(self, weights: Weights) -> dict[str, dict[str, Any]]:
+        """What inner optimizers keep of each parameter, by its name."""
+        named, optimizers = weights.fragment.named, self._loop.trained.optimizers
+        return {n: one.state[p] for one in optimizers for n, p in named.items() if one.state.get(p)}
+
+
+class Due:
+    """The moments of a fragment that are averaged after a round.
+
+    A cell's part of their message has each piece of each kind in turn, and then the steps of its pieces.
+
+    Args:
+        fragment: of whose parameters they are.
+        states: what is kept of these, by their names.
+        kinds: the kinds that there are of each.
+        due: those that are averaged now.
+    """
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        states: Mapping[str, dict[str, Any]],
+        kinds: Mapping[str, Sequence[str]],
+        due: Sequence[str],
+    ) -> None:
+        self._fragment = fragment
+        self._states = states
+        self._kinds = {name: [kind for kind in kinds.get(name, ()) if kind in due] for name in fragment.named}
+        self._due = [kind for kind in due if any(kind in own for own in self._kinds.values())]
+
+    @property
+    def digest(self) -> Tensor:
+        """A number (float64) that is another one, almost surely, where other kinds are kept of the cells."""
+        pieces = [piece for cell in self._fragment.cells for piece in cell.pieces]
+        words = (f"{piece.parameter} {piece.begin} {self._kinds.get(piece.parameter)}" for piece in pieces)
+        return torch.tensor([sum(zlib.crc32(word.encode()) for word in words)], dtype=torch.float64, device="cpu")
+
+    def message(self, device: torch.device) -> Message:
+        """Them as they are; noughts where none are kept yet."""
+        flats = {kind: self._gathered(kind, device) for kind in self._due}
+        cells = {cell.name: [*self._views(cell, flats).values(), *self._steps(cell, device)] for cell in self._cells}
+        tensors = [tensor.reshape(-1) for each in cells.values() for tensor in each]
+        none = torch.empty(0, dtype=self._fragment.dtype, device=device)
+        return Message(torch.cat([none, *tensors]), list(cells), partial(views_like, cells))
+
+    def take(self, mean: Message) -> None:
+        """Replaces them, where any are kept, and the numbers of steps that they are divided by."""
+        device = mean.flat.device
+        flats = {kind: self._gathered(kind, device) for kind in self._due}
+        for cell in self._cells:
+            views = self._views(cell, flats)
+            *values, steps = mean.cells[cell.name]
+            for own, value in zip(views.values(), values, strict=True):
+                own.copy_(value)
+            for piece, number in zip(self._pieces(cell), steps.tolist(), strict=True):
+                if isinstance(step := self._states.get(piece.parameter, {}).get("step"), Tensor):
+                    step.fill_(max(1.0, number / STEP))
+        for kind, flat in flats.items():
+            self._fragment.keeper.scatter(flat, self._local(kind))
+
+    @property
+    def _cells(self) -> list[Cell]:
+        return [cell for cell in self._fragment.cells if self._pieces(cell)]
+
+    def _pieces(self, cell: Cell) -> list[Piece]:
+        """Those of which anything is averaged."""
+        return [piece for piece in cell.pieces if self._kinds[piece.parameter]]
+
+    def _local(self, kind: str) -> dict[str, Tensor]:
+        """What this process has of a kind, by the parameters' names."""
+        kept = {name: self._states.get(name, {}).get(kind) for name in self._fragment.named}
+        return {
+            name: own_of(kept[name]) if kept[name] is not None else torch.zeros_like(own_of(parameter.detach()))
+            for name, parameter in self._fragment.named.items()
+        }
+
+    def _gathered(self, kind: str, device: torch.device) -> Tensor:
+        out = torch.zeros(self._fragment.numel, dtype=self._fragment.dtype, device=device)
+        self._fragment.keeper.gather(self._local(kind), out)
+        return out
+
+    def _views(self, cell: Cell, flats: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+        """The pieces of a cell of each kind, in flat tensors of the whole fragment."""
+        return {
+            (kind, place): view
+            for kind, flat in flats.items()
+            for place, view in enumerate(self._fragment.message(flat).cells[cell.name])
+            if kind in self._kinds[cell.pieces[place].parameter]
+        }
+
+    def _steps(self, cell: Cell, device: torch.device) -> list[Tensor]:
+        pieces = self._pieces(cell)
+        steps = [float(self._states.get(piece.parameter, {}).get("step", 0.0)) * STEP for piece in pieces]
+        return [torch.tensor(steps, dtype=self._fragment.dtype, device=device)]

@@ -49,11 +49,17 @@ class Swapping(Along):
         for shown, state, _ in self._kept(weights):
             shown.copy_(own_of(state[FAST]))
 
-    def after(self, sync: Sync[Tensor], weights: Weights, result: Result) -> None:
+    def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Takes new ones from there, and puts back what lies between them and their average."""
         for shown, state, between in self._kept(weights):
             own_of(state[FAST]).copy_(shown)
             shown.copy_(torch.lerp(shown, own_of(state[AVERAGED]), between))
+
+    def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
+        """See Along; the average begins anew at the others' fast weights."""
+        for shown, state, _ in self._kept(weights):
+            own_of(state[FAST]).copy_(shown)
+            own_of(state[AVERAGED]).copy_(shown)
 
     def _kept(self, weights: Weights) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
         """What the model shows of each parameter, what is kept of it, and how near to the average it is shown."""
