@@ -57,5 +57,3 @@ def test_what_cannot_be_is_refused() -> None:
         AveragedMoments((("exp_avg", 0),))
     with pytest.raises(UserError, match="goes along with rounds, and a method without `outer` has none"):
         replace(methods.ddp(), companions=(AveragedMoments(()),))
-    with pytest.raises(UserError, match="needs replicas that stay; on the internet use noloco"):
-        methods.des_loc().check_elastic()

@@ -170,10 +170,9 @@ class Due:
 
     def _local(self, kind: str) -> dict[str, Tensor]:
         """What this process has of a kind, by the parameters' names."""
-        kept = {name: self._states.get(name, {}).get(kind) for name in self._fragment.named}
         return {
-            name: own_of(kept[name]) if kept[name] is not None else torch.zeros_like(own_of(parameter.detach()))
-            for name, parameter in self._fragment.named.items()
+            name: own_of(state[kind]) if kind in (state := self._states.get(name, {})) else torch.zeros_like(own)
+            for name, own in ((name, own_of(one.detach())) for name, one in self._fragment.named.items())
         }
 
     def _gathered(self, kind: str, device: torch.device) -> Tensor:

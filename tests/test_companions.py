@@ -1,0 +1,329 @@
+"""What goes along with rounds, among peers on the internet and in a folder; and what would have kept others waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folder_seats import seats
+from patience import patience, until
+from problem import flat, inner_steps, small_model
+from test_internet import Run
+from torch import Tensor, nn
+
+from farflung import methods
+from farflung.adamw import FAST, PrimalAveraging
+from farflung.inner import MEAN_STEP, MuonAdamW
+from farflung.methods import Method
+from farflung.networks import Network, SimulatedNetwork, Simulation
+from farflung.outer import AlignedSteps, Average, AveragedMoments, MixedAnchors, Round, Schedule, Session
+
+EVERY = 5
+MOMENTS = AveragedMoments((("exp_avg", 1), ("momentum_buffer", 1), ("exp_avg_sq", 2)))
+
+
+def averaged(*companions: Any, **choices: Any) -> Method:
+    return Method(Schedule(EVERY), outer=Average, companions=companions, **choices)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return MuonAdamW(model.named_parameters(), lr=0.01, align=0.5)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def primal(model: nn.Module) -> torch.optim.Optimizer:
+    return PrimalAveraging(model.parameters(), lr=1e-2)
+
+
+CASES: dict[str, tuple[Method, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "moments": (averaged(MOMENTS), muon),
+    "alignment": (averaged(AlignedSteps()), muon),
+    "mixing": (methods.factored_gossip(every=EVERY), adamw),
+    "primal": (methods.gpa(every=EVERY), primal),
+}
+ALL = averaged(MOMENTS, AlignedSteps(), MixedAnchors())
+
+
+@dataclass
+class Seen:
+    """What one replica ended with, and what its optimizer kept after each round."""
+
+    weights: Tensor
+    kept: dict[str, Tensor]
+    rounds: list[Round] = field(default_factory=list)
+    after: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors that it keeps, by the numbers of their parameters."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    states = [(number, optimizer.state[one]) for number, one in enumerate(parameters) if one in optimizer.state]
+    return {f"{kind} of {n}": t.clone() for n, state in states for kind, t in state.items() if isinstance(t, Tensor)}
+
+
+def train(
+    network: Network,
+    case: tuple[Method, Callable[[nn.Module], torch.optim.Optimizer]],
+    number: int,
+    goes_on: Callable[[Session, list[Round]], bool],
+    begin: Callable[[Session], Any] = lambda outer: None,
+    step_s: float = 0.0,
+) -> Seen:
+    """Trains on data of its own number while it goes on."""
+    method, make = case
+    model = small_model()
+    optimizer = make(model)
+    seen, ends = Seen(torch.empty(0), {}), time.monotonic() + patience(60)
+
+    def landed(round: Round) -> None:
+        seen.rounds.append(round)
+        seen.after[round.round] = kept_by(optimizer)
+
+    options = {"weighting": "even", "deadline_s": patience(10), "on_round": landed}
+    with method.attach(model, optimizer, network, **options) as outer:  # type: ignore[arg-type]
+        begin(outer)
+        while goes_on(outer, seen.rounds):
+            assert time.monotonic() < ends, seen.rounds
+            time.sleep(step_s)
+            inner_steps(model, optimizer, number, range(outer.step, outer.step + 1))
+    seen.weights, seen.kept = flat(model), kept_by(optimizer)
+    return seen
+
+
+@dataclass
+class Peers:
+    """A run of peers that come and go."""
+
+    join: Callable[[], Any]
+    open: list[Any]
+
+    def meet(self, count: int) -> None:
+        """So many more come, and all hear of all."""
+        for _ in range(count):
+            self.join()
+        until(lambda: all(len(peer.members()) == len(self.open) for peer in self.open))
+
+
+@pytest.fixture(params=["internet", "folder"])
+def peers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peers]:
+    if request.param == "internet":
+        with closing(Run(tmp_path)) as run:
+            yield Peers(run.join, run.peers)
+        return
+    with seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path, 0) as run:
+
+        def join() -> None:
+            run.sit(f"peer-{len(run.open)}")
+            run.look()
+
+        yield Peers(join, run.open)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_peers_end_as_replicas_that_stay(peers: Peers, name: str) -> None:
+    """Whose weights are those of replicas under torch.distributed, to the bit, as test_networks.py holds."""
+    steps, together = 4 * EVERY, threading.Barrier(2)
+
+    def goes_on(outer: Session, _: list[Round]) -> bool:
+        return outer.step < steps
+
+    def in_step(outer: Session, rounds: list[Round]) -> bool:
+        together.wait(patience(20))  # who is some steps behind the others would leave some out
+        return goes_on(outer, rounds)
+
+    wanted = Simulation(2).run(lambda network: train(network, CASES[name], network.rank, goes_on))
+    peers.meet(2)
+    with ThreadPoolExecutor(2) as pool:
+        work = [pool.submit(train, peer, CASES[name], number, in_step) for number, peer in enumerate(peers.open)]
+        seen = [one.result() for one in work]
+    for own, other in zip(seen, wanted, strict=True):
+        assert [round.outcome for round in own.rounds] == ["averaged"] * 4
+        torch.testing.assert_close(own.weights, other.weights, rtol=1e-5, atol=1e-6)
+        assert own.kept.keys() == other.kept.keys()
+        for kind, value in own.kept.items():
+            torch.testing.assert_close(value, other.kept[kind], rtol=1e-4, atol=1e-6, msg=kind)
+
+
+@pytest.mark.slow
+def test_one_comes_late_and_another_leaves_in_mid_run(peers: Peers) -> None:
+    """All who hold a round have the same moments after it, of the same steps, and follow the same mean step."""
+    peers.meet(2)
+    others_met, done = threading.Event(), threading.Event()
+    first, second = peers.open
+
+    def until_done(_: Session, __: list[Round]) -> bool:
+        return not done.is_set()
+
+    def until_three_have_met(_: Session, rounds: list[Round]) -> bool:
+        if any(len(round.group) > 1 for round in rounds):
+            others_met.set()
+        return sum(len(round.group) == 3 for round in rounds) < 3
+
+    def late() -> Seen:
+        others_met.wait(patience(30))
+        peers.join()
+        return train(peers.open[-1], (ALL, muon), 2, until_done, lambda outer: outer.catch_up(patience(20)), 0.03)
+
+    def leaves() -> Seen:
+        seen = train(second, (ALL, muon), 1, until_three_have_met, step_s=0.03)
+        second.close()
+        return seen
+
+    def last(_: Session, rounds: list[Round]) -> bool:
+        sizes = [len(round.group) for round in rounds if round.outcome == "averaged"]
+        if 3 in sizes and sizes[-2:] == [2, 2]:
+            done.set()
+        return not done.is_set()
+
+    with ThreadPoolExecutor(3) as pool:
+        work = [pool.submit(train, first, (ALL, muon), 0, last, step_s=0.03), pool.submit(leaves), pool.submit(late)]
+        everyone = [one.result() for one in work]
+    compared = 0
+    for number, round in ((round.round, round) for round in everyone[0].rounds if round.outcome == "averaged"):
+        there = [one.after[number] for one in everyone if number in one.after and _held(one, number, round.group)]
+        for one in there[1:]:
+            alike = [kind for kind in there[0] if _is_averaged(kind, number) and kind in one]
+            assert alike
+            for kind in alike:
+                torch.testing.assert_close(one[kind], there[0][kind], rtol=1e-5, atol=1e-7, msg=f"{kind}, {number}")
+            compared += 1
+    assert compared > 5
+    assert any(MEAN_STEP in kind for kind in everyone[2].kept), "the late one follows the others' steps, too"
+
+
+def _held(one: Seen, number: int, group: tuple[int, ...]) -> bool:
+    return any(round.round == number and (round.group, round.outcome) == (group, "averaged") for round in one.rounds)
+
+
+def _is_averaged(kind: str, number: int) -> bool:
+    what = kind.partition(" of ")[0]
+    return what in ("exp_avg", "momentum_buffer", "step") or (what == "exp_avg_sq" and number % 2 == 0)
+
+
+def test_nobody_waits_for_the_moments_of_one_that_was_spoilt() -> None:
+    """It has none any more, and the others average theirs."""
+
+    def work(network: SimulatedNetwork) -> tuple[list[Round], dict[str, Tensor]]:
+        model, rounds = small_model(), list[Round]()
+        optimizer = adamw(model)
+        with averaged(MOMENTS).attach(model, optimizer, network, on_round=rounds.append):
+            inner_steps(model, optimizer, network.rank, range(EVERY - 1))
+            if network.rank == 2:
+                with torch.no_grad():
+                    model[0].weight.fill_(torch.nan)
+            inner_steps(model, optimizer, network.rank, range(EVERY - 1, EVERY))
+        return rounds, kept_by(optimizer)
+
+    (rounds, one), (_, other), (spoilt, _) = Simulation(3).run(work)
+    assert [round.outcome for round in rounds] == ["averaged"]
+    assert [round.outcome for round in spoilt] == ["no progress offered"]
+    assert all(torch.equal(one[kind], other[kind]) for kind in one if "exp_avg of" in kind)
+
+
+def test_moments_of_unlike_numbers_of_steps_are_averaged_with_these() -> None:
+    """As of a replica that comes late: what divides them goes along, or they would seem many times as large."""
+
+    def work(network: SimulatedNetwork) -> dict[str, Tensor]:
+        model = small_model()
+        optimizer = adamw(model)
+        if network.rank:
+            begin = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            inner_steps(model, optimizer, 1, range(30))
+            model.load_state_dict(begin)
+        with averaged(AveragedMoments((("exp_avg_sq", 1),))).attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(EVERY))
+        return kept_by(optimizer)
+
+    for kept in Simulation(2).run(work):
+        assert all(float(kept[kind]) == EVERY + 15 for kind in kept if kind.startswith("step"))
+
+
+def test_a_parameter_without_a_gradient_on_one_replica_keeps_nobody_from_averaging() -> None:
+    def work(network: SimulatedNetwork) -> dict[str, Tensor]:
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = adamw(model)
+        with averaged(MOMENTS).attach(model, optimizer, network):
+            for step in range(EVERY):
+                sum(layer(torch.ones(1, 4) * (step + network.rank)).sum() for layer in model[network.rank :]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return kept_by(optimizer)
+
+    one, other = Simulation(2).run(work)
+    assert len(one) > len(other)
+    shared = [kind for kind in other if kind.startswith("exp_avg of")]
+    assert shared and all(torch.equal(one[kind], other[kind]) for kind in shared)
+
+
+def test_who_sits_out_a_round_goes_on_with_the_last_mean_step() -> None:
+    """Of three in pairs one is left over, and nobody went anywhere without it."""
+
+    def work(network: SimulatedNetwork) -> list[tuple[bool, float]]:
+        model, told = small_model(), list[tuple[bool, float]]()
+        optimizer = muon(model)
+        method = replace(methods.noloco(every=EVERY), companions=(AlignedSteps(),))
+
+        def landed(round: Round) -> None:
+            steps = [value for kind, value in kept_by(optimizer).items() if kind.startswith(MEAN_STEP)]
+            told.append((bool(round.group), float(sum(step.norm() for step in steps))))
+
+        with method.attach(model, optimizer, network, on_round=landed):
+            inner_steps(model, optimizer, network.rank, range(6 * EVERY))
+        return told
+
+    seen = Simulation(3).run(work)
+    out = [(at, told) for told in seen for at, (held, _) in enumerate(told) if not held and at]
+    assert out
+    for at, told in out:
+        assert told[at][1] == told[at - 1][1]
+
+
+@pytest.mark.parametrize("companion", [AlignedSteps(), MixedAnchors()])
+def test_any_outer_optimizer_goes_with_what_is_noted_of_anchors(companion: Any) -> None:
+    """Those of torch that look whether they have kept anything yet find nothing of others'."""
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = small_model()
+        optimizer = muon(model)
+        method = Method(Schedule(EVERY), outer=partial(torch.optim.Adam, lr=0.01), companions=(companion,))
+        with method.attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(3 * EVERY))
+        return flat(model)
+
+    one, other = Simulation(2).run(work)
+    assert torch.isfinite(one).all() and torch.equal(one, other)
+
+
+def test_fast_weights_follow_when_others_state_is_taken() -> None:
+    """Else the next step would put back what it has taken the place of."""
+    given: list[Any] = []
+
+    def work(network: SimulatedNetwork) -> None:
+        model = small_model()
+        optimizer = primal(model)
+        with methods.gpa(every=EVERY).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(EVERY + 2))
+            weights = outer._weights[0]  # type: ignore[attr-defined]
+            weights.write(weights.anchor)
+            outer._along.taken(outer._rounds.syncs[0], weights)  # type: ignore[attr-defined]
+            given.append((weights.anchor.clone(), flat(model), kept_by(optimizer)))
+
+    Simulation(2).run(work)
+    for anchor, shown, kept in given:
+        fast = torch.cat([value.flatten() for kind, value in kept.items() if kind.startswith(FAST)])
+        assert torch.equal(fast, shown) and torch.equal(shown.sort().values, anchor.sort().values)
