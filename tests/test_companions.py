@@ -25,7 +25,19 @@ from farflung.adamw import FAST, PrimalAveraging
 from farflung.inner import MEAN_STEP, MuonAdamW
 from farflung.methods import Method
 from farflung.networks import Network, SimulatedNetwork, Simulation
-from farflung.outer import AlignedSteps, Average, AveragedMoments, MixedAnchors, Round, Schedule, Session
+from farflung.outer import (
+    AlignedSteps,
+    Average,
+    AveragedMoments,
+    MixedAnchors,
+    Round,
+    Schedule,
+    Session,
+    added_bytes,
+    message_bytes,
+    traffic_per_hop,
+)
+from farflung.outer.fragments import split
 
 EVERY = 5
 MOMENTS = AveragedMoments((("exp_avg", 1), ("momentum_buffer", 1), ("exp_avg_sq", 2)))
@@ -327,3 +339,30 @@ def test_fast_weights_follow_when_others_state_is_taken() -> None:
     for anchor, shown, kept in given:
         fast = torch.cat([value.flatten() for kind, value in kept.items() if kind.startswith(FAST)])
         assert torch.equal(fast, shown) and torch.equal(shown.sort().values, anchor.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        (replace(methods.des_loc(every=1), companions=(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 2))),)), adamw),
+        (methods.factored_gossip(every=1), adamw),
+        (methods.gpa(every=1), primal),
+    ],
+)
+def test_what_is_sent_besides_messages_is_counted(method: Method, make: Any) -> None:
+    """But for a few words of each round: who has which kinds, and what anchors sum up to."""
+    rounds, replicas = 6, 4
+
+    def work(network: SimulatedNetwork) -> int:
+        model = small_model()
+        optimizer = make(model)
+        with method.attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(rounds))
+            return network.traffic.bytes_sent
+
+    sent = sum(Simulation(replicas).run(work)) / replicas / rounds
+    cells = split(small_model(), 1)[0].cells
+    members = max(map(len, method.topology.groups(tuple(range(replicas)), "any")))
+    hops = (members - 1) * sum(traffic_per_hop(method.codec, method.averaging, members))
+    told = hops * message_bytes(method, cells, members) + added_bytes(method, cells, replicas)
+    assert told <= sent * 1.001 and sent < told + 200 * (replicas - 1)

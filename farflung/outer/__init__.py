@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farflung.outer.companions.mixing import MixedAnchors
     from farflung.outer.companions.moments import AveragedMoments
     from farflung.outer.companions.primal import FastWeights
-    from farflung.outer.counting import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
+    from farflung.outer.counting import added_bytes, bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
     from farflung.outer.elastic import ElasticLoop
     from farflung.outer.faults import DivergedError
     from farflung.outer.gasloc import GossipDrift
@@ -77,6 +77,7 @@ __all__ = [
     "SplitGossip",
     "Topology",
     "Way",
+    "added_bytes",
     "bytes_per_parameter",
     "group_of",
     "kept_bytes",

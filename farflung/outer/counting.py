@@ -49,6 +49,16 @@ def message_bytes(method: Method, cells: Sequence[Cell], members: int) -> int:
     return sum(_codec_of(cell, codec).nbytes(tensors) for part in parts for cell, tensors in part.items())
 
 
+def added_bytes(method: Method, cells: Sequence[Cell], replicas: int) -> float:
+    """What each of so many replicas sends in a round besides its message, as companions do; on the mean of many."""
+    sent = 0.0
+    for added in (companion.added(method, cells) for companion in method.companions):
+        if added is not None:
+            groups = added.topology.groups(tuple(range(replicas)), "counting")
+            sent += sum(2 * (len(group) - 1) for group in groups) / replicas * _FLOAT * added.values
+    return sent
+
+
 def bytes_per_parameter(method: Method) -> float:
     """What a message takes for each parameter of a matrix of 2^20. 0 for a method without rounds."""
     return message_bytes(method, cells_among([[(_SIDE, _SIDE)]]), members=2) / _SIDE**2

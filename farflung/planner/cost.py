@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import mean
 
+from farflung.cells import Cell
 from farflung.codecs import Dense
 from farflung.networks import Conditions
 from farflung.networks.peers.circles import MEETING
-from farflung.outer import Everyone, Method, message_bytes, traffic_per_hop
+from farflung.outer import Companion, Everyone, Method, message_bytes, traffic_per_hop
 from farflung.planner.architecture import Architecture
 from farflung.planner.folder import passage
 from farflung.planner.layout import Layout, UnderWay, latency
@@ -20,6 +21,9 @@ from farflung.planner.timing import Timer
 
 SAMPLES = 3
 """Rounds of random pairs over which an exchange's time is averaged."""
+
+FLOAT = 4
+"""Bytes of a value that is sent as it is."""
 
 SETTLED, MEASURED = 8, 4
 """Rounds until fragments follow each other evenly, and the rounds after that whose mean is taken."""
@@ -58,14 +62,36 @@ def exchange(model: Architecture, method: Method, cluster: Cluster, layout: Layo
         for members in set(map(len, groups)) - set(sizes):
             whole = (message_bytes(method, cells, members) for cells in places)
             sizes[members] = [nbytes / method.schedule.fragments for nbytes in whole]
-        through = _through_folder if cluster.through_folder else _exchange
-        samples.append(through(method, cluster, layout, sizes, groups))
+        samples.append(_through(method, cluster, layout, sizes, groups))
+    besides = [one for one in (_beside(method, each, cluster, layout, places) for each in method.companions) if one]
     return Exchange(
-        mean(sample.wire_seconds for sample in samples),
-        mean(sample.latency_seconds for sample in samples),
-        mean(sample.bytes_sent for sample in samples),
-        mean(sample.price for sample in samples),
+        mean(sample.wire_seconds for sample in samples) + sum(one.wire_seconds for one in besides),
+        mean(sample.latency_seconds for sample in samples) + sum(one.latency_seconds for one in besides),
+        mean(sample.bytes_sent for sample in samples) + sum(one.bytes_sent for one in besides),
+        mean(sample.price for sample in samples) + sum(one.price for one in besides),
     )
+
+
+def _beside(
+    method: Method, companion: Companion, cluster: Cluster, layout: Layout, places: Sequence[Sequence[Cell]]
+) -> Exchange | None:
+    """What a companion adds to a round; no seconds where replicas train meanwhile."""
+    added = [one for cells in places if (one := companion.added(method, cells))]
+    if not added:
+        return None
+    whole = [one.values * FLOAT / method.schedule.fragments for one in added]
+    groups = added[0].topology.groups(tuple(range(layout.replicas)), "plan")
+    plain = replace(method, codec=Dense(), topology=added[0].topology, companions=())
+    sizes = dict.fromkeys(set(map(len, groups)), whole)
+    cost = _through(plain, cluster, layout, sizes, groups)
+    return replace(cost, wire_seconds=0.0, latency_seconds=0.0) if added[0].hidden else cost
+
+
+def _through(
+    method: Method, cluster: Cluster, layout: Layout, sizes: dict[int, list[float]], groups: Sequence[tuple[int, ...]]
+) -> Exchange:
+    through = _through_folder if cluster.through_folder else _exchange
+    return through(method, cluster, layout, sizes, groups)
 
 
 def _through_folder(

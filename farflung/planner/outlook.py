@@ -12,7 +12,7 @@ from farflung.cells import Cell, cells_among
 from farflung.cores import usable_cores
 from farflung.durations import TICKS_PER_SECOND, duration
 from farflung.errors import counted
-from farflung.outer import Method, message_bytes, traffic_per_hop
+from farflung.outer import Method, added_bytes, message_bytes, traffic_per_hop
 from farflung.pipeline.settings import IslandSettings
 from farflung.planner.architecture import Architecture, architecture
 from farflung.planner.memory import RESERVED, memory_bytes
@@ -81,11 +81,11 @@ def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]
     members = max(map(len, method.topology.groups(tuple(range(replicas)), "dry run")))
     size = sum(message_bytes(method, cells, members) for cells in places)
     sent = (members - 1) * sum(traffic_per_hop(method.codec, method.averaging, members)) * size
+    sent += sum(added_bytes(method, cells, replicas) for cells in places)
     count = settings.run.steps // every
     between = counted(every, "step") if seconds is None else duration(seconds)
     told = f"{count} of {name}, each {between}"
-    sends = "sends at least" if method.sends_more else "sends"
-    return f"{told}; a replica {sends} {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
+    return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
 
 
 def _places(settings: Settings, model: Architecture | None, outline: nn.Module) -> list[list[Cell]]:

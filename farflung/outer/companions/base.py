@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from farflung.cells import Cell
+from farflung.outer.topologies import Topology
+
 if TYPE_CHECKING:
     from farflung.outer.fragments import Weights
     from farflung.outer.loop import OuterLoop
+    from farflung.outer.method import Method
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
@@ -65,11 +70,29 @@ class Alongs(Along):
             one.taken(sync, weights)
 
 
+@dataclass(frozen=True)
+class Added:
+    """What replicas average besides a round's messages, as float32.
+
+    Args:
+        values: in a round, on the mean of many.
+        topology: among whom.
+        hidden: whether they train meanwhile, until the next round starts.
+    """
+
+    values: float
+    topology: Topology
+    hidden: bool
+
+
 class Companion(Protocol):
     """A value that says what goes along with a method's rounds."""
 
     sends_more: bool
     """Whether replicas exchange more because of it."""
+
+    def added(self, method: Method, cells: Sequence[Cell]) -> Added | None:
+        """What they average besides their messages, for a method that keeps these cells in a process."""
 
     def along(self, loop: OuterLoop) -> Along:
         """What goes along with one loop's. Raises UserError where it cannot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,16 @@ from torch import Tensor
 from farflung.codecs import Dense
 from farflung.outer.averaging import Averaging
 from farflung.outer.companions.additions import Addition, awaited, exchanged
-from farflung.outer.companions.base import Along
+from farflung.outer.companions.base import Added, Along
 from farflung.outer.outcomes import Outcome
 from farflung.outer.topologies import Everyone, Topology, group_of
 
 if TYPE_CHECKING:
+    from farflung.cells import Cell
     from farflung.outer.exchange import Exchange
     from farflung.outer.fragments import Weights
     from farflung.outer.loop import OuterLoop
+    from farflung.outer.method import Method
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
@@ -38,6 +41,10 @@ class MixedAnchors:
 
     topology: Topology = field(default_factory=Everyone)
     sends_more = True
+
+    def added(self, method: Method, cells: Sequence[Cell]) -> Added:
+        """See Companion: the anchors."""
+        return Added(float(sum(cell.numel for cell in cells)), self.topology, hidden=True)
 
     def along(self, loop: OuterLoop) -> Mixing:
         """See Companion."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farflung.cells import Cell, Piece
 from farflung.codecs import Dense
@@ -18,14 +18,16 @@ from farflung.hooks.shards import own_of
 from farflung.outer.averaging import Averaging
 from farflung.outer.columns import Message, views_like
 from farflung.outer.companions.additions import Addition, awaited, exchanged
-from farflung.outer.companions.base import Along
+from farflung.outer.companions.base import Added, Along
 from farflung.outer.fragments import sendable
 from farflung.outer.outcomes import Outcome
 from farflung.outer.topologies import Everyone
 
 if TYPE_CHECKING:
+    from farflung.inner import Inner
     from farflung.outer.fragments import Fragment, Weights
     from farflung.outer.loop import OuterLoop
+    from farflung.outer.method import Method
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
@@ -53,9 +55,28 @@ class AveragedMoments:
         if bad := [(name, rounds) for name, rounds in self.rhythms if rounds < 1]:
             raise UserError(f"{bad[0][0]} is to be averaged each {bad[0][1]} rounds; choose at least 1")
 
+    def added(self, method: Method, cells: Sequence[Cell]) -> Added:
+        """See Companion: what the method's own inner optimizer keeps, and a number of steps a piece."""
+        rhythms, pieces = dict(self.rhythms), [piece for cell in cells for piece in cell.pieces]
+        kept = kinds_kept(method.inner, {piece.parameter: len(piece.shape) for piece in pieces})
+        shares = [(piece, [1 / rhythms[kind] for kind in kept[piece.parameter] & rhythms.keys()]) for piece in pieces]
+        values = sum(piece.numel * sum(each) + max(each, default=0.0) for piece, each in shares)
+        return Added(values, Everyone() if method.topology.identical else method.topology, hidden=False)
+
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
         return Moments(loop, dict(self.rhythms))
+
+
+def kinds_kept(inner: Inner, dimensions: Mapping[str, int]) -> dict[str, set[str]]:
+    """What an inner optimizer keeps of parameters of so many dimensions, by name: found by a step of tiny ones."""
+    shapes = {name: [1] * count for name, count in dimensions.items()}
+    named = {name: nn.Parameter(torch.ones(one, dtype=torch.float32, device="cpu")) for name, one in shapes.items()}
+    optimizer = inner.make(list(named.items()), lr=inner.lr, weight_decay=0.0)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {name: set(optimizer.state.get(parameter, {})) for name, parameter in named.items()}
 
 
 class Moments(Along):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from farflung.adamw import AVERAGED, FAST, PrimalAveraging
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
-from farflung.outer.companions.base import Along
+from farflung.outer.companions.base import Added, Along
 
 if TYPE_CHECKING:
+    from farflung.cells import Cell
     from farflung.outer.fragments import Weights
     from farflung.outer.loop import OuterLoop
+    from farflung.outer.method import Method
     from farflung.outer.outcomes import Result
     from farflung.outer.round import Sync
 
@@ -30,6 +32,10 @@ class FastWeights:
     """
 
     sends_more = False
+
+    def added(self, method: Method, cells: Sequence[Cell]) -> Added | None:
+        """See Companion: nothing."""
+        return None
 
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
