@@ -54,8 +54,6 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--memory", "16 apples", "--dry-run"], "memory is '16 apples'; give an amount"),
         (["--far-folder", "far"], "add --memory auto, or leave it out"),
         (["--memory", "auto", "--recompute"], "memory is 'auto', which recompute cannot be planned with"),
-        (["--memory", "auto", "--shard", "2"], "memory is 'auto', which shards cannot be planned with"),
-        (["--memory", "auto", "--islands", "1x2"], "memory is 'auto', which shards cannot be planned with"),
         (
             ["--memory", "auto", "--model", "tiny", "--stages", "2", "--pipeline-schedule", "zero-bubble"],
             "which --pipeline-schedule zero-bubble cannot be planned with",

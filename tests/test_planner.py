@@ -351,6 +351,11 @@ def test_more_stages_and_shards_need_less_memory_each() -> None:
     assert states < needed[0] < states * 2
     # What is gathered of shards is whole until the step is over: weights and gradients.
     assert needed[1] > states / 4 + 8 * model.parameters
+    # A step's last backward pass, here the only one, shares gradients out as it computes them.
+    alone = memory_bytes(model, replace(run, microbatches=1, shard=4), method, 1024)
+    assert alone - activation_bytes(model, replace(run, microbatches=1, shard=4), 1024, 0, model.spans(1)[0]) < (
+        states / 4 + 3 * model.parameters
+    )
 
 
 def test_what_the_optimizer_keeps_is_counted_and_no_more() -> None:

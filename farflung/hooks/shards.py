@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,23 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if fsdp and isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """A context in which a module that FSDP2 shards shows its own parameters whole; all who have shards call it alike.
+
+    Others are as they are.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if not (fsdp and isinstance(module, fsdp.FSDPModule)):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def check_shards(model: nn.Module, network: Network) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.hooks.shards import own_of
+from farflung.inner import MuonAdamW
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, far_homes
 from farflung.memory.measure import bytes_of, in_use, return_what_is_free, tensors_in
 from farflung.memory.moments import SMALLEST, FarMoments
-from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json
+from farflung.memory.plan import LayerCost, LayerPlan, Mode, Plan, Profile, State, from_json, to_json, worst
 from farflung.memory.profile import Model, profiled
 from farflung.memory.search import MODES, STATES, search
 from farflung.memory.step import stays_bytes
@@ -42,6 +43,10 @@ FAR: dict[State, str] = {
     "optimizer-far": "gradients and moments",
     "weights-far": "weights, gradients and moments",
 }
+
+
+Tell = Callable[[tuple[int, Profile]], list[tuple[int, Profile]]]
+"""Gives what each of some processes calls it with, in their order."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,19 @@ class Fitted:
         self._states: list[FarMoments | FarUpdates | FarWeights] = []
         self.updates: FarUpdates | None = None
 
-    def planned(self, memory: str, cap: int, clip: bool, passes: int) -> Record:
-        """Measures the model, and plans a step. Raises UserError where the memory is too little."""
+    def planned(self, memory: str, cap: int, clip: bool, passes: int, tell: Tell) -> Record:
+        """Measures the model, and plans a step. Raises UserError where the memory is too little.
+
+        `tell` gives what all have measured who have shards of the model: their plan is the same, and fits into each.
+        """
         device, state = self._model.device, tensors_in([*self._optimizer.state.values()])
         own = [value for value in (*map(own_of, self._model.whole.parameters()), *state) if value.device == device]
         profile = profiled(self._model, self._copies, passes)
         return_what_is_free(device)
         besides = max(in_use(device) - bytes_of(own), 0)  # only now, since a first step has libraries loaded
         profile = replace(profile, fixed_bytes=profile.fixed_bytes + besides)
+        caps, profiles = zip(*tell((cap, profile)), strict=True)
+        cap, profile = min(caps), worst(profiles)
         allowed, places = self._choices()
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
         return Record(memory, cap, passes, self._folder, plan, profile, device.type)
@@ -135,7 +145,10 @@ class Fitted:
         return replace(record, cap_bytes=cap, plan=plan)
 
     def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
-        return choices_of(self._model.device.type, bool(self._folder), self._near_gradients)
+        modes, states = choices_of(self._model.device.type, bool(self._folder), self._near_gradients)
+        # Of rows Muon makes whole matrices of all layers at once, for which shards come together.
+        together = self._model.sharded and isinstance(self._optimizer, MuonAdamW)
+        return modes, states[:1] if together else states
 
     def carry_out(self, record: Record) -> None:
         """Has the model compute as a plan says. Raises UserError where the far folder has no room for it."""

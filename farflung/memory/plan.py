@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -103,6 +104,26 @@ class Profile:
     def chain(self) -> tuple[LayerCost, ...]:
         """All in the order of the forward pass: what comes before the layers, these, the head."""
         return (self.before, *self.layers, self.head)
+
+
+def worst(profiles: Sequence[Profile]) -> Profile:
+    """What is enough for each of some processes that compute the same layers: the most of any, and the slowest copies.
+
+    What it says of each is the same in all of them, so that they find the same plan.
+    """
+
+    def most(costs: Iterable[LayerCost]) -> LayerCost:
+        return LayerCost(*map(max, zip(*map(dataclasses.astuple, costs), strict=True)))
+
+    return dataclasses.replace(
+        profiles[0],
+        layers=tuple(map(most, zip(*(profile.layers for profile in profiles), strict=True))),
+        before=most(profile.before for profile in profiles),
+        head=most(profile.head for profile in profiles),
+        out_bytes_s=min(profile.out_bytes_s for profile in profiles),
+        in_bytes_s=min(profile.in_bytes_s for profile in profiles),
+        fixed_bytes=max(profile.fixed_bytes for profile in profiles),
+    )
 
 
 def to_json(value: Plan | Profile) -> str:

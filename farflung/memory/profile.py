@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from farflung.hooks.shards import own_of
+from farflung.hooks.layouts import is_sharded
+from farflung.hooks.shards import gathered, own_of
 from farflung.memory.copies import Copies
 from farflung.memory.measure import Held, Saved, bytes_of, staying, tensors_in
 from farflung.memory.plan import LayerCost, Profile
@@ -23,6 +24,9 @@ TIMES = 2
 COPIED = 1 << 25
 """Bytes that are copied, each way, to find how fast that is."""
 
+AHEAD = 2
+"""How many more layers' weights a GPU has whole: those that FSDP2 gathers next, and gradients that it shares out."""
+
 SLICE = 1 << 22
 """Values of each parameter outside of the layers that the optimizer's step is timed with: embeddings may be large."""
 
@@ -31,10 +35,19 @@ Make = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """A model that FSDP2 shards: `root` computes, and `rows` are what is stepped here of each of its parameters."""
+
+    root: nn.Module
+    rows: Mapping[nn.Parameter, nn.Parameter]
+
+
+@dataclass(frozen=True)
 class Model:
     """What is measured: a model's `layers` in their order, what computes the loss of a batch, and its optimizer.
 
-    `in_flight` are the forward passes that wait for their backward passes, at most.
+    `in_flight` are the forward passes that wait for their backward passes, at most. A model that is `sharded` is
+    measured by all who have shards of it at once, and shows its shards whenever nobody computes with it.
     """
 
     whole: nn.Module
@@ -43,11 +56,22 @@ class Model:
     make: Make
     device: torch.device
     in_flight: int = 1
+    sharded: Sharded | None = None
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that holds all of it."""
+        return self.sharded.root if self.sharded else self.whole
 
     def named(self, layer: nn.Module) -> dict[str, nn.Parameter]:
         """A layer's trained parameters, by their names in the model."""
-        own = {id(parameter) for parameter in layer.parameters()}
-        return {name: p for name, p in self.whole.named_parameters() if id(p) in own and p.requires_grad}
+        return {name: parameter for name, parameter in self.own(layer).items() if parameter.requires_grad}
+
+    def own(self, layer: nn.Module) -> dict[str, nn.Parameter]:
+        """A layer's parameters, by their names in the model; of shards the rows here."""
+        rows = self.sharded.rows if self.sharded else {}
+        own = {id(rows.get(parameter, parameter)) for parameter in layer.parameters()}
+        return {name: p for name, p in self.whole.named_parameters() if id(p) in own}
 
 
 @dataclass
@@ -66,11 +90,13 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
     Of what the device holds all the time, beside weights, gradients and moments, only what a layer computes with counts
     in. It computes gradients of its own, and leaves weights, gradients and random numbers as they are.
     """
-    with torch.random.fork_rng(), _without_gradients(model.whole):
+    with torch.random.fork_rng(), _without_gradients(model.root):
         seen = _calls(model)
         kinds = {key: number for number, key in reversed([*enumerate(map(_kind, model.layers, seen))])}
-        measured = {key: _layer(model, model.layers[number], seen[number]) for key, number in kinds.items()}
-        working = max(one.working for one in measured.values())
+        measured = {key: _layer(model, model.layers[number], seen[number], passes) for key, number in kinds.items()}
+        # What is in no layer is whole from pass to pass, and so are its gradients.
+        outside = whole_bytes(model.root) - sum(map(whole_bytes, model.layers))
+        working = 2 * outside + max(one.working for one in measured.values())
         first, last = _ends(model, seen, working)
     costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
     out_s, in_s = _speeds(copies, model.device)
@@ -87,6 +113,11 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
         in_flight=model.in_flight,
         passes=passes,
     )
+
+
+def whole_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters, of which this process has shards, while they are gathered."""
+    return bytes_of(parameter for parameter in module.parameters() if is_sharded(parameter))
 
 
 def through_files(cost: LayerCost, out_bytes_s: float, in_bytes_s: float) -> LayerCost:
@@ -152,7 +183,7 @@ def _kind(layer: nn.Module, seen: Seen) -> Any:
     return type(layer), getattr(layer, "attention_type", None), shapes, seen.args[0].shape, given
 
 
-def _layer(model: Model, layer: nn.Module, seen: Seen) -> Measured:
+def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     entering = seen.args[0].detach().requires_grad_()
 
@@ -162,16 +193,23 @@ def _layer(model: Model, layer: nn.Module, seen: Seen) -> Measured:
         return tensors_in(output)[0]
 
     def backward(leaving: Tensor) -> None:
-        torch.autograd.grad(leaving, [entering, *trained], torch.ones_like(leaving), allow_unused=True)
+        leaving.backward(torch.ones_like(leaving))
+        for parameter in (entering, *trained):
+            parameter.grad = None
 
-    saved = Saved(staying(layer, (seen.args[1:], seen.given)))
+    with gathered(layer):  # whose weights lie in the same storages each time
+        stays = staying(layer, (seen.args[1:], seen.given))
+    saved = Saved(stays)
     with saved, Held() as held:
         backward(forward())
     forward_s, backward_s = _timed(forward, backward, model.device)
     state = _state(model, model.named(layer))
-    weights = bytes_of(own_of(p) for p in layer.parameters())
+    weights, whole = bytes_of(own_of(p) for p in layer.parameters()), whole_bytes(layer)
+    if whole and passes > 1:  # gradients are summed up before they are shared out
+        state["gradient_bytes"] = whole
     cost = LayerCost(forward_s, backward_s, saved.bytes, entering.untyped_storage().nbytes(), weights, **state)
-    return Measured(cost, max(held.most - saved.bytes, 0))
+    gathers = whole * (1 + AHEAD * (model.device.type == "cuda"))
+    return Measured(cost, max(held.most - saved.bytes, 0) + gathers)
 
 
 def _timed(
@@ -244,8 +282,8 @@ class Marks:
 
 def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, LayerCost]:
     """What lies before the layers, and after them: measured as if there were no layers between."""
-    layered = {id(parameter) for layer in model.layers for parameter in layer.parameters()}
-    others = {name: p for name, p in model.whole.named_parameters() if id(p) not in layered}
+    layered = {name for layer in model.layers for name in model.own(layer)}
+    others = {name: p for name, p in model.whole.named_parameters() if name not in layered}
     _marked(model, seen, Held())  # once to warm up, which tells of the most that is held
     with Held() as held:
         _marked(model, seen, held)
@@ -263,7 +301,8 @@ def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, 
 
 def _marked(model: Model, seen: Sequence[Seen], held: Held | None) -> Marks:
     """A forward and backward pass in which layers pass on what enters them."""
-    saved = Saved(staying(model.whole, ()))
+    with gathered(model.root):
+        saved = Saved(staying(model.root, ()))
     marks, last = Marks(model.device, saved), len(model.layers) - 1
 
     def passing(number: int, entering: Tensor, *_: Any, **__: Any) -> Any:
@@ -276,6 +315,8 @@ def _marked(model: Model, seen: Sequence[Seen], held: Held | None) -> Marks:
             marks.note("last")
             entering = entering * 1.0  # so that its gradient is told apart
             entering.register_hook(partial(marks.note, "left"))
+        elif entering._is_view():  # of which FSDP2 warns
+            entering = entering * 1.0
         output = seen[number].output
         return (entering, *output[1:]) if isinstance(output, tuple) else entering
 

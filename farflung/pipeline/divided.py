@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from farflung.pipeline.settings import IslandSettings
 from farflung.pipeline.stages import RoutedStage, Transport
 from farflung.scoped import quiet
 from farflung.workloads.base import Divisible, Score, held_out_of
+
+T = TypeVar("T")
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -126,6 +128,16 @@ class DividedIsland(Island):
     def in_flight(self) -> int:
         """See IslandSettings.in_flight."""
         return self.settings.in_flight(self.coordinates.stage)
+
+    @property
+    def rows(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Of sharded parameters what is stepped here; none where this process has all of its stage."""
+        return self._part.rows
+
+    def told_by_shards(self, fact: T) -> list[T]:
+        """What each of this stage's shards tells. Raises PeerLostError."""
+        with self.groups.naming_the_lost():
+            return self.groups.told_by_shards(fact)
 
     def layers(self) -> list[nn.Module]:
         """This process's layers of the model, in their order."""
@@ -255,7 +267,9 @@ class DividedIsland(Island):
         replica, everyone = self.coordinates.replica, self.groups.everyone
         transport = Transport(everyone, replica, self._process_of, boundary(), boundary(), self.traffic)
         group = self.groups.pipeline_group
-        return RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
+        stage = RoutedStage(piece, index, self._count, (entering, leaving), group, transport, self.device)
+        stage.frees = bool(self.settings.memory)
+        return stage
 
     def _prepared(self, step: int) -> tuple[Routes, list[list[Tensor]]]:
         """A step's routes, and the microbatches of each of this process's pieces."""

@@ -118,6 +118,12 @@ class ProcessGroups:
         dist.all_gather_object(facts, fact, group=self.island)
         return facts
 
+    def told_by_shards(self, fact: T) -> list[T]:
+        """What each of this stage's shards tells, in their order."""
+        facts: list[Any] = [None] * self.shape.shards
+        dist.all_gather_object(facts, fact, group=self._shards["cpu"])
+        return facts
+
     def total(self, values: Tensor) -> Tensor:
         """The sum over the island of flat float64 values."""
         dist.all_reduce(values, group=self.island)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.base import Batch, Picture, Score, Workload, to
+
+T = TypeVar("T")
 
 Ledger = tuple[list[list[int]], list[list[int]]]
 """The microbatches that a step has learnt from, and those that it unlearns: lists of stream, step and their numbers."""
@@ -201,6 +203,10 @@ class WholeIsland(Island):
         weights = [weigh(batch) for batch in batches]
         shares = [weight / sum(weights) for weight in weights]
         return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
+
+    def told_by_shards(self, fact: T) -> list[T]:
+        """What each process tells that has shards of the same: itself alone."""
+        return [fact]
 
     def layers(self) -> list[nn.Module]:
         """The model's, in their order; none where they cannot be told apart."""

@@ -57,6 +57,11 @@ class LocalModel(nn.Module):
         for name, tensor in (self._own | self._kept).items():
             tensor.copy_(state_dict[name])
 
+    @property
+    def rows(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Of sharded parameters, the shards that are here."""
+        return {self._origins[name]: own for name, own in self._own.items() if own is not self._origins[name]}
+
     def collect_gradients(self) -> None:
         """Gives local shards the gradients of the sharded parameters."""
         for name, parameter in self._own.items():

@@ -116,7 +116,6 @@ class IslandSettings(Checked):
     def unplanned(self) -> str:
         """What of these settings no plan of memory is made for yet; "" where nothing is."""
         unfit = {
-            "shards": any(shape.shards > 1 for shape in self.shapes()),
             f"pipeline_schedule {self.pipeline_schedule}": self.pipeline_schedule not in ("1f1b", "gpipe"),
             "swarm": self.swarm,
             "offload": self.offload,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 
 from farflung.networks import Traffic
 from farflung.pipeline.boundaries import Boundary
@@ -49,6 +51,9 @@ class RoutedStage(PipelineStage):
         pipeline_group: the processes of this replica's pipeline.
     """
 
+    frees = False
+    """Whether a sharded piece frees weights after each backward pass, to gather them once more for the next."""
+
     def __init__(
         self,
         piece: Any,
@@ -86,6 +91,21 @@ class RoutedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *entering: Tensor) -> Any:
         """Calls the piece."""
         return self.submod(*entering, batch=self._computed)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Has a sharded piece share out its gradients layer by layer in a step's last backward pass, and not after it.
+
+        So nobody holds all of them, nor all weights. What is summed up is the same.
+        """
+        last = last_backward and backward_type == "full"
+        if not (isinstance(self.submod, FSDPModule) and (last or self.frees)):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self.submod.set_is_last_backward(last)
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(last)
+        return stage_backward(**bwd_kwargs), None
 
     @property
     def spoilt(self) -> bool:

@@ -36,8 +36,7 @@ def _stage_bytes(
     kept += kept_bytes(method, model.stage_cells(span)) + copied_bytes(model, span)
     whole = 0.0
     if island.shard > 1 or island.offload:
-        # FSDP keeps a stage's weights and summed gradients whole until the last microbatch is through.
-        whole = 2.0 * COPY * parameters + copied_bytes(model, span)
+        whole = 2.0 * COPY * _gathered(model, span, island.parts) + copied_bytes(model, span)
         kept = 0.0 if island.offload else kept / island.shard
     return kept + whole + frozen_bytes(model, span) + activation_bytes(model, island, length, stage, span) + RESERVED
 
@@ -47,6 +46,17 @@ def moment_bytes(inner: Inner, model: Architecture, span: Span) -> int:
     ends = [*([model.first] * span.first), *([model.last] * span.last)]
     layers = [updates_of(inner, layer.shapes, in_layers=True) for layer in model.layers[span.begin : span.end]]
     return sum(part.moment_bytes for part in [*layers, *(updates_of(inner, end.shapes, False) for end in ends)])
+
+
+def _gathered(model: Architecture, span: Span, parts: int) -> int:
+    """Parameters of a stage whose weights and gradients FSDP has whole at a time.
+
+    Of several microbatches all, until the last one's backward pass; it shares gradients out layer by layer, through
+    buffers as large again. What is in no layer is whole from pass to pass.
+    """
+    layers = [part.parameters for part in model.layers[span.begin : span.end]]
+    parameters: int = sum(part.parameters for part in model.parts(span))
+    return parameters if parts > 1 else parameters - sum(layers) + 2 * max(layers)
 
 
 def copied_bytes(model: Architecture, span: Span) -> int:

@@ -17,7 +17,7 @@ from farflung.errors import UserError
 from farflung.events import MemoryEvent
 from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
-from farflung.memory.profile import Make, Model
+from farflung.memory.profile import Make, Model, Sharded
 from farflung.memory.room import cap_of
 from farflung.memory.updates import FarUpdates
 from farflung.outer.method import Method
@@ -142,18 +142,23 @@ class _Fitting:
         island = self._island
         settings = island.settings
         loss = island.rehearsal(step)
-        model = Model(island.model, layers_of(island), loss, self._make, island.device, island.in_flight)
+        sharded = None
+        if isinstance(island, DividedIsland) and island.rows:
+            sharded = Sharded(island.pieces[0], island.rows)
+        model = Model(island.model, layers_of(island), loss, self._make, island.device, island.in_flight, sharded)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients)
         if isinstance(island, WholeIsland):
             island.clip = self._fitted.clip
         kept = Record.read(self._path)
         passes = settings.parts
         own = (settings.memory, settings.far_folder, passes, island.device.type)
-        if kept and (kept.memory, kept.far, kept.passes, kept.device) == own:
+        fits = kept and (kept.memory, kept.far, kept.passes, kept.device) == own
+        plans = island.told_by_shards(kept.plan if kept and fits else None)
+        if kept and all(plan == kept.plan for plan in plans):
             self._follow(kept)
             return
         cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, passes))
+        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, passes, island.told_by_shards))
 
     def _follow(self, record: Record) -> None:
         """Carries a plan out, and tells of it."""

@@ -193,8 +193,8 @@ class Trainer:
             on_round=self._after_round,
         )
         self.island.gives_with(session.give)
-        if self._computing.far:
-            session.gradients_from(self._computing.far)
+        if self.computing.far:
+            session.gradients_from(self.computing.far)
         with contextlib.closing(self.island), session:
             if self._saved:
                 restore(self, self._saved, session)

@@ -1,0 +1,113 @@
+"""One shard of a replica whose memory is planned, in a process of its own: `python torch_memory.py MODEL _ OUT`.
+
+It trains some runs, each in a folder of its own in OUT, and leaves their weights and what was refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from patience import patience
+from torch.distributed import PrefixStore
+
+from farflung.errors import UserError
+from farflung.memory.search import MODES
+from farflung.networks import TorchNetwork
+from farflung.settings import Settings
+from farflung.training.kept import Coordination, Kept
+from farflung.training.stopping import Stop
+from farflung.training.trainer import Trainer
+
+STEPS, HALF = 4, 2
+MARK = 12345
+"""Bytes of prefetch that no search finds: a plan that has them is the kept one."""
+
+
+class Runs:
+    """Runs of one model, some of them planned."""
+
+    def __init__(self, model: str, out: Path) -> None:
+        self.network = TorchNetwork.from_env(starting=patience(60))
+        self._out, self._count = out, 0
+        self._usual: dict[str, Any] = {"model": model, "sequence_length": 64, "batch_size": 32, "max_tokens": 50_000}
+        self._usual |= {"eval_sequences": 2, "method": "local", "network": "torch", "replicas": 1, "inner": "adamw"}
+        self._usual |= {"steps": STEPS, "log_every": 1, "warmup": 1, "shard": 2, "tail_average": 0}
+        self._usual |= {"checkpoint_every": HALF, "keep_checkpoints": 3}
+
+    def plan(self, name: str) -> Path:
+        """This process's plan of a run."""
+        return self._out / name / "memory" / f"replica-0-part-{self.network.process}-of-2.json"
+
+    def trained(self, name: str, resume_step: int | None = None, **settings: Any) -> dict[str, Any]:
+        """The weights after the last step, or the refusal."""
+        self._count += 1
+        config = Settings.of(**(self._usual | settings))
+        store, processes = PrefixStore(f"run {self._count}", self.network.store), range(2)
+        stop, kept = Stop(store, processes, [self.network.process]), Kept(store, lambda: processes, config.figure)
+        folder = self._out / name
+        trainer = Trainer(config, self.network, folder, Coordination(stop, kept), torch.device("cpu"), resume_step)
+        refused = ""
+        with trainer.stop.listening():
+            try:
+                trainer.train()
+            except UserError as error:
+                refused = str(error)
+        trainer.log.events.close()
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        return {"weights": weights, "refused": refused}
+
+    def little(self, name: str, refused: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+        """A run with little more memory than is told to be enough, and that; a process holds more and more."""
+        for _ in range(3):
+            (least,) = re.findall(r"give at least ([\d.]+) GB", refused)
+            memory = f"{float(least) + 0.02:.4f}GB"
+            seen = self.trained(name, **settings, memory=memory)
+            if not (refused := seen["refused"]):
+                return memory, seen
+        raise AssertionError(refused)
+
+    def changed(self, name: str, kept: dict[str, Any], **changes: Any) -> None:
+        """Keeps a plan for a run, with changes."""
+        self.plan(name).parent.mkdir(parents=True, exist_ok=True)
+        self.plan(name).write_text(json.dumps(kept | {"plan": kept["plan"] | changes}))
+
+
+def main(model: str, out: Path) -> dict[str, Any]:
+    """What was seen of each run."""
+    runs = Runs(model, out)
+    seen = {}
+    for parts in (1, 2):
+        usual = {"microbatches": parts, "far_folder": str(out / "far")}
+        seen[f"much {parts}"] = runs.trained(f"much-{parts}", microbatches=parts)
+        seen[f"least {parts}"] = runs.trained(f"least-{parts}", **usual, memory="1MB")
+        name = f"little-{parts}"
+        usual["memory"], seen[f"little {parts}"] = runs.little(name, seen[f"least {parts}"]["refused"], **usual)
+        kept = json.loads(runs.plan(name).read_text())
+        seen[f"kept {parts}"] = kept
+        runs.changed(name, kept, prefetch_bytes=MARK)
+        seen[f"resumed {parts}"] = runs.trained(name, HALF, **usual)
+        seen[f"followed {parts}"] = json.loads(runs.plan(name).read_text())
+        modes = zip(cycle(MODES), kept["plan"]["layers"], strict=False)
+        layers = [{"mode": mode, "state": "moments-far"} for mode, _ in modes]
+        runs.changed(f"all-{parts}", kept, layers=layers, prefetch_bytes=MARK)
+        seen[f"all modes {parts}"] = runs.trained(f"all-{parts}", **usual)
+        seen[f"all modes, resumed {parts}"] = runs.trained(f"all-{parts}", HALF, **usual)
+        seen[f"given {parts}"] = json.loads(runs.plan(f"all-{parts}").read_text())
+    if runs.network.process:
+        runs.plan("all-1").unlink()
+    seen["lost"] = runs.trained("all-1", HALF, **{**usual, "microbatches": 1, "memory": seen["kept 1"]["memory"]})
+    seen["anew"] = json.loads(runs.plan("all-1").read_text())
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model, _, out = sys.argv[1:4]
+    found = main(model, Path(out))
+    torch.save(found, Path(out) / f"{torch.distributed.get_rank()}.pt")
