@@ -5,6 +5,7 @@ It trains some runs, each in a folder of its own in OUT, and leaves their weight
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -24,7 +25,7 @@ from farflung.training.kept import Coordination, Kept
 from farflung.training.stopping import Stop
 from farflung.training.trainer import Trainer
 
-STEPS, HALF = 4, 2
+STEPS, HALF = 2, 1
 MARK = 12345
 """Bytes of prefetch that no search finds: a plan that has them is the kept one."""
 
@@ -35,7 +36,7 @@ class Runs:
     def __init__(self, model: str, out: Path) -> None:
         self.network = TorchNetwork.from_env(starting=patience(60))
         self._out, self._count = out, 0
-        self._usual: dict[str, Any] = {"model": model, "sequence_length": 64, "batch_size": 32, "max_tokens": 50_000}
+        self._usual: dict[str, Any] = {"model": model, "sequence_length": 64, "batch_size": 16, "max_tokens": 50_000}
         self._usual |= {"eval_sequences": 2, "method": "local", "network": "torch", "replicas": 1, "inner": "adamw"}
         self._usual |= {"steps": STEPS, "log_every": 1, "warmup": 1, "shard": 2, "tail_average": 0}
         self._usual |= {"checkpoint_every": HALF, "keep_checkpoints": 3}
@@ -47,6 +48,7 @@ class Runs:
     def trained(self, name: str, resume_step: int | None = None, **settings: Any) -> dict[str, Any]:
         """The weights after the last step, or the refusal."""
         self._count += 1
+        gc.collect()
         config = Settings.of(**(self._usual | settings))
         store, processes = PrefixStore(f"run {self._count}", self.network.store), range(2)
         stop, kept = Stop(store, processes, [self.network.process]), Kept(store, lambda: processes, config.figure)
@@ -62,14 +64,13 @@ class Runs:
         weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         return {"weights": weights, "refused": refused}
 
-    def little(self, name: str, refused: str, **settings: Any) -> tuple[str, dict[str, Any]]:
-        """A run with little more memory than is told to be enough, and that; a process holds more and more."""
-        for _ in range(3):
+    def little(self, parts: int, refused: str, **settings: Any) -> tuple[str, str]:
+        """Trains with little more memory than was told to be enough; the run's name, and that. A process grows."""
+        for turn in range(4):
             (least,) = re.findall(r"give at least ([\d.]+) GB", refused)
-            memory = f"{float(least) + 0.02:.4f}GB"
-            seen = self.trained(name, **settings, memory=memory)
-            if not (refused := seen["refused"]):
-                return memory, seen
+            memory, name = f"{float(least) + 0.01:.4f}GB", f"little-{parts}-{turn}"
+            if not (refused := self.trained(name, **settings, memory=memory)["refused"]):
+                return name, memory
         raise AssertionError(refused)
 
     def changed(self, name: str, kept: dict[str, Any], **changes: Any) -> None:
@@ -86,8 +87,7 @@ def main(model: str, out: Path) -> dict[str, Any]:
         usual = {"microbatches": parts, "far_folder": str(out / "far")}
         seen[f"much {parts}"] = runs.trained(f"much-{parts}", microbatches=parts)
         seen[f"least {parts}"] = runs.trained(f"least-{parts}", **usual, memory="1MB")
-        name = f"little-{parts}"
-        usual["memory"], seen[f"little {parts}"] = runs.little(name, seen[f"least {parts}"]["refused"], **usual)
+        name, usual["memory"] = runs.little(parts, seen[f"least {parts}"]["refused"], **usual)
         kept = json.loads(runs.plan(name).read_text())
         seen[f"kept {parts}"] = kept
         runs.changed(name, kept, prefetch_bytes=MARK)
