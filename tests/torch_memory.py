@@ -99,10 +99,13 @@ def main(model: str, out: Path) -> dict[str, Any]:
         seen[f"all modes {parts}"] = runs.trained(f"all-{parts}", **usual)
         seen[f"all modes, resumed {parts}"] = runs.trained(f"all-{parts}", HALF, **usual)
         seen[f"given {parts}"] = json.loads(runs.plan(f"all-{parts}").read_text())
+    roomy = {"microbatches": 1, "memory": "100%"}
+    runs.trained("roomy", **roomy)
+    runs.changed("roomy", json.loads(runs.plan("roomy").read_text()), prefetch_bytes=MARK)
     if runs.network.process:
-        runs.plan("all-1").unlink()
-    seen["lost"] = runs.trained("all-1", HALF, **{**usual, "microbatches": 1, "memory": seen["kept 1"]["memory"]})
-    seen["anew"] = json.loads(runs.plan("all-1").read_text())
+        runs.plan("roomy").unlink()
+    seen["lost"] = runs.trained("roomy", HALF, **roomy)
+    seen["anew"] = json.loads(runs.plan("roomy").read_text())
     return seen
 
 
