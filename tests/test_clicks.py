@@ -103,6 +103,16 @@ def test_columns_with_names_are_taken_by_them(tmp_path: Path) -> None:
         assert [log.shown(n)["shop"] for n in range(4)] == ["s0", "s1", "s2", "s0"]
 
 
+def test_ends_of_lines_and_names_of_files_are_as_others_write_them(tmp_path: Path) -> None:
+    lines = [criteo_line(click) for click in range(60)]
+    for end in ("\r", "\r\n"):
+        (tmp_path / "old.tsv").write_bytes(end.join(lines).encode())
+        log = recommender(str(tmp_path / "old.tsv"))._log
+        assert len(log) == 60 and list(log.categories)[-1] == "C26"
+    shouted = parquet(tmp_path, {"label": [0, 1] * 30, "shop": ["a", "b"] * 30}, "DAY.PARQUET")
+    assert list(recommender(shouted)._log.categories) == ["shop"]
+
+
 def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     data = criteo(tmp_path, ["\ufefflabel\tshop", *(f"{n % 2}\ts{n % 3}" for n in range(20))])
     log = files.read(data, ClicksSettings())
@@ -122,6 +132,11 @@ def broken(folder: Path, kind: str) -> str:
         return criteo(folder, ["label\tshop", *(f"{n % 2}\ts{n}" for n in range(5000)), "0"])
     if kind == "empty line":
         return criteo(folder, [*lines[:16], "", *lines[17:]])
+    if kind in ("no text", "short line of no text"):
+        bad = criteo_line(16, C3="BAD") if kind == "no text" else "0\tBAD"
+        data = Path(criteo(folder, [*lines[:16], bad, *lines[17:]]))
+        data.write_bytes(data.read_bytes().replace(b"BAD", b"\xff"))
+        return str(data)
     if kind == "no number":
         return criteo(folder, [*lines[:16], criteo_line(16, I3="many"), *lines[17:]])
     if kind == "no label":
@@ -159,6 +174,8 @@ def broken(folder: Path, kind: str) -> str:
         ("short line", {}, "day.tsv, line 17: 39 fields where line 1 has 40; mend or remove that line"),
         ("short line under names", {}, "day.tsv, line 5002: 1 field where line 1 has 2; mend or remove that line"),
         ("empty line", {}, "day.tsv, line 17: the label is ''; it must be 0 or 1"),
+        ("no text", {}, "day.tsv, line 17 is no text in UTF-8; mend or remove that line"),
+        ("short line of no text", {}, "day.tsv, line 17 is no text in UTF-8; mend or remove that line"),
         ("no number", {}, "day.tsv, line 17: column I3 holds 'many', which is no number; mend it, or name others in"),
         ("no label", {}, "day.tsv, line 17: the label is '2'; it must be 0 or 1"),
         ("words", {"numbers": "price"}, "day.parquet, row 3: column price holds 'cheap', which is no number"),
@@ -177,17 +194,23 @@ def broken(folder: Path, kind: str) -> str:
         ("no column", {}, "day.parquet has no column 'label'; did you mean 'labels'?; set --label"),
         ("no categories", {}, "day.parquet has no column of categories; leave some out of --numbers"),
         ("no parquet", {}, "day.parquet is no Parquet file"),
-        ("unlike", {}, "2.parquet has the columns"),
+        ("unlike", {}, "2.parquet has the columns town where "),
         ("missing", {}, "there are no files"),
     ],
 )
 def test_what_is_amiss_in_a_log_is_told_in_a_line(
-    kind: str, settings: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    settings: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(files, "BLOCK", 2000)  # so that even these small files are read in pieces
     with pytest.raises(UserError) as told:
         _ = recommender(broken(tmp_path, kind), **settings)._log
     assert words in str(told.value) and "\n" not in str(told.value)
+    assert capfd.readouterr().err == ""  # where a library would write what it has swallowed
 
 
 def test_a_new_category_takes_the_unknown_row_and_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent, StepEvent
+from farflung.planner.outlook import outlook
 from farflung.report.read import read_run
 from farflung.settings import Settings
 from farflung.training import checkpoint, launch
@@ -111,6 +113,17 @@ def test_beside_rounds_of_the_layers_codecs_of_the_rows_send_less(tmp_path: Path
     assert sent["rows"] > sent["top50"] and sent["rows"] > sent["rows-int8"] > sent["rows-int4"]
 
 
+def test_a_dry_run_counts_the_averaged_layers_alone() -> None:
+    given = {name: value for name, value in SMALL.items() if name != "network"} | {"tables": "dealt"}
+    settings = Settings.of(**given)
+    layers = settings.made_workload().tables_and_rest(settings.made_workload().outline())[1]
+    numel = sum(one.numel() for one in layers.parameters())
+    told = dict(outlook(settings, torch.device("cpu")))["rounds"]
+    (in_one,) = re.findall(r"sends ([\d.]+) MB in one", told)
+    assert float(in_one) == pytest.approx(4 * numel * 2 * 2 / 3 / 1e6, rel=0.05)
+    assert told.endswith("; rows of the dealt tables come on top")
+
+
 @pytest.mark.slow
 def test_processes_train_dealt_tables_as_simulated_replicas_do(tmp_path: Path, dealt: Path) -> None:
     given = {name: value for name, value in SMALL.items() if name not in ("network", "replicas")}
@@ -127,8 +140,9 @@ def test_processes_train_dealt_tables_as_simulated_replicas_do(tmp_path: Path, d
         ({"tables": "copied", "crossing": "rows-int4"}, "no tables are dealt out; add --tables dealt, or leave it out"),
         ({"crossing": "int4"}, "crossing is 'int4'; give rows, rows-int8"),
         ({"crossing": "topmost"}, "crossing is 'topmost'; give rows"),
-        ({"crossing": "rows-int9"}, "int9"),
-        ({"crossing": "top120"}, "choose more than 0 and at most 1"),
+        ({"crossing": "rows-int9"}, "crossing is 'rows-int9': .*choose 8, 4 or 2"),
+        ({"crossing": "top120"}, "crossing is 'top120': .*choose more than 0 and at most 1"),
+        ({"crossing": ""}, "crossing is ''; say what crosses"),
         ({"network": "internet"}, "peers that come and go do not; leave out --tables dealt"),
         ({"independent": True}, "peers that come and go do not; leave out --tables dealt"),
         ({"method": "diloco", "every": "1s", "rounds": 3}, "by the clock replicas do not; give --every"),

@@ -118,6 +118,12 @@ def test_super_nodes_keep_more_edges_than_random_parts_and_are_more_alike_than_a
     assert unlike["random"] < unlike["min-cut"] and unlike["super"] < unlike["min-cut"]
 
 
+def test_metis_takes_any_seed(folder: Path) -> None:
+    for seed in (2**31, 2**70):
+        cut = graph(folder, 2, parts="min-cut", split_seed=seed).part_of
+        assert set(cut.tolist()) == {0, 1}
+
+
 def test_pieces_are_kept_and_not_cut_again(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = graph(folder, 2, parts="super", super_nodes=20).part_of
     (kept,) = (own_cache / "graphs").glob("pieces-*.npz")
@@ -322,17 +328,33 @@ def edges(*rows: tuple[int, int]) -> np.ndarray:
 
 
 def features(bad: float) -> np.ndarray:
-    found = np.ones((NODES, 2), np.float32)
+    found = np.ones((NODES, 2))
     found[4, 1] = bad
     return found
 
 
+@pytest.mark.filterwarnings("error")  # which people would see above the line
 @pytest.mark.parametrize(
     ("changed", "chosen", "words"),
     [
         ({"edges": edges((0, 1), (3, 500))}, {}, "edge 1 has node 500, but there are nodes 0 to 119 only"),
         ({"edges": edges((0, 1), (-1, 2))}, {}, "edge 1 has node -1"),
         ({"edges": np.array([1, 2, 3])}, {}, "edges have the shape (3,); give (number, 2), two nodes for each"),
+        ({"edges": np.array(3)}, {}, "edges have the shape (); give (number, 2), two nodes for each"),
+        ({"edges": np.array([[0, 2**63]], np.uint64)}, {}, "edges.npy has 9223372036854775808, which"),
+        (
+            {"labels": np.full(NODES, 2**64 - 1, np.uint64)},
+            {},
+            "labels.npy has 18446744073709551615, which is too large",
+        ),
+        (
+            {"labels": np.zeros(NODES, int)},
+            {},
+            "all 108 nodes to train on have one label, label 0",
+        ),
+        ({"features": features(1e300)}, {}, "the features of node 4 are not all finite in float32"),
+        ({"held_out_nodes": np.array([[1], [500]])}, {}, "held-out nodes have the shape (2, 1); give (number,)"),
+        ({"held_out_nodes": np.array(500)}, {}, "held-out nodes have the shape (); give (number,)"),
         ({"features": np.full((NODES, 2), "x")}, {}, "features.npy holds <U1; give numbers"),
         ({"labels": np.zeros((NODES, 1), int)}, {}, "labels have the shape (120, 1), but there are 120 nodes"),
         ({"labels": np.array(3)}, {}, "labels have the shape (), but there are 120 nodes"),
@@ -402,6 +424,9 @@ def test_a_folder_that_is_none_and_files_that_are_no_arrays_are_refused(tmp_path
     refused(str(tmp_path / "nosuch"), "there is no such folder")
     (folder / "edges.npy").write_bytes(b"\x93NUMPY nothing")
     refused(str(folder), r"edges\.npy is no array of numbers")
+    with (folder / "edges.npy").open("wb") as file:
+        np.savez(file, edges=np.zeros((3, 2), int))
+    refused(str(folder), r"edges\.npy is an archive of arrays; write the array alone, with numpy\.save")
     (folder / "edges.npy").unlink()
     refused(str(folder), r"there is no .*edges\.npy; give a folder")
 

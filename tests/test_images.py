@@ -160,6 +160,11 @@ def test_other_mistakes_are_told(tmp_path: Path) -> None:
         ImagesSettings(width=12)
     with pytest.raises(UserError, match="letters is 'ABA'; give one letter or more, and each once"):
         ImagesSettings(letters="ABA")
+    (tmp_path / "dot").mkdir()
+    save(tmp_path / "dot" / "a.png", "L", (1, 1), 5)
+    with pytest.raises(UserError, match=r"dot: pictures are of one pixel; give larger ones, or --resize 8"):
+        Images(ImagesSettings(data=str(tmp_path / "dot"))).check()
+    shutil.rmtree(tmp_path / "dot")
     save(tmp_path / "a.png", "L", (8, 8), 5)
     with pytest.raises(
         UserError, match=r"holds 1 picture, too few to hold .*, where those that are the same count once"

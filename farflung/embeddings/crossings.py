@@ -21,10 +21,13 @@ from farflung.errors import UserError
 def crossing_named(name: str) -> Crossing:
     """The crossing of a name: rows, rows-int4 or rows of another codec, top12.5. Raises UserError."""
     kind, _, codec = name.partition("-")
-    if kind == "rows":
-        return DistinctRows(codec) if codec else DistinctRows()
-    if found := re.fullmatch(r"top(\d+(?:\.\d+)?)", name):
-        return LargestOfSample(float(found[1]) / 100)
+    try:
+        if kind == "rows":
+            return DistinctRows(codec) if codec else DistinctRows()
+        if found := re.fullmatch(r"top(\d+(?:\.\d+)?)", name):
+            return LargestOfSample(float(found[1]) / 100)
+    except UserError as error:
+        raise UserError(f"crossing is {name!r}: {error}") from error
     raise UserError(f"crossing is {name!r}; give rows, rows-int8, rows-int4, or top12.5 for a sample's largest 12.5%")
 
 

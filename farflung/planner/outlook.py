@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +37,12 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
     model = architecture(settings.workload.model, outline) if isinstance(workload, Language) else None
     parameters = sum(one.numel() for one in outline.parameters())
     units = workload.units_per_sample * island.batch_size * run.replicas
+    on_top = "; rows of the dealt tables come on top" if _deals_tables(workload) else ""
     rows = [
         ("model", f"{getattr(settings.workload, 'model', run.workload)}, {parameters:,} parameters"),
         ("replicas", f"{run.replicas}, {counted(settings.mesh().processes, 'process')} in all"),
         ("trained on", _trained_on(settings, units, workload.units)),
-        ("rounds", _rounds(settings, method, _places(settings, model, outline))),
+        ("rounds", _rounds(settings, method, _places(settings, workload, model, outline)) + on_top),
     ]
     if model:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
@@ -88,13 +90,19 @@ def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]
     return f"{told}; a replica sends {figures(sent / 1e6)} MB in one, {figures(count * sent / 1e6)} MB in all"
 
 
-def _places(settings: Settings, model: Architecture | None, outline: nn.Module) -> list[list[Cell]]:
+def _places(settings: Settings, workload: Any, model: Architecture | None, outline: nn.Module) -> list[list[Cell]]:
     """The cells that each process of a replica exchanges."""
     shape = settings.mesh().shapes[0]
     if model is None:
-        return [cells_among([[tuple(one.shape) for one in outline.parameters()]])]
+        averaged = workload.tables_and_rest(outline)[1] if _deals_tables(workload) else outline
+        return [cells_among([[tuple(one.shape) for one in averaged.parameters()]])]
     trained = model.constrained(settings.island.boundary, shape.stages, settings.run.seed)
     return trained.kept_cells(shape.stages, shape.shards)
+
+
+def _deals_tables(workload: Workload) -> bool:
+    """Whether replicas deal tables out, and the method averages the rest alone."""
+    return bool(getattr(workload, "crossing", ""))
 
 
 def _work(settings: Settings, workload: Workload, model: Architecture | None, parameters: int) -> float:

@@ -12,8 +12,8 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     Equal scores count half. It is the Mann-Whitney statistic over the number of pairs; NaN where there are none,
     and where a score is NaN.
     """
-    came = np.asarray(labels) > 0
-    _, inverse, counts = np.unique(np.asarray(scores), return_inverse=True, return_counts=True)
+    came, scores = np.asarray(labels) > 0, np.asarray(scores)
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_ranks = counts.cumsum() - (counts - 1) / 2
     positive, negative = int(came.sum()), int((~came).sum())
     if not positive or not negative or np.isnan(scores).any():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import io
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -41,8 +43,8 @@ def read(data: str, settings: ClicksSettings) -> ClickLog:
         table = _File(path, settings).table(left)
         if tables and table.schema != tables[0].schema:
             raise UserError(
-                f"{path} has the columns {', '.join(table.column_names)} where {paths_of(data)[0]} has "
-                f"{', '.join(tables[0].column_names)}, or others of the same names; give logs that are alike"
+                f"{path} has the columns {_named(table)} where {paths_of(data)[0]} has {_named(tables[0])}, or others "
+                "of the same names; give logs that are alike"
             )
         tables.append(table)
         left = None if left is None else left - table.num_rows
@@ -72,7 +74,7 @@ class _File:
 
     def __init__(self, path: Path, settings: ClicksSettings) -> None:
         self._path, self._settings = path, settings
-        self._is_parquet = path.suffix in (".parquet", ".pq")
+        self._is_parquet = path.suffix.lower() in (".parquet", ".pq")
         self._first_row = 1  # the number of the first click, as a message tells it
 
     def table(self, most: int | None) -> Any:
@@ -135,33 +137,37 @@ class _File:
         from pyarrow import csv
 
         names, has_names = self._names()
-        broken: list[Any] = []
-
-        def note(row: Any) -> str:
-            broken.append(row)
-            return "error"
-
         self._first_row = 2 if has_names else 1
-        layout = csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=note)
+        layout = csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False)
         reading = csv.ReadOptions(use_threads=False, column_names=names, skip_rows=int(has_names), block_size=BLOCK)
         types = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
         try:
             yield from csv.open_csv(self._path, reading, layout, types)
         except pa.ArrowInvalid as error:
-            if not broken:
-                raise UserError(f"{self._path} cannot be read: {_line(error)}; mend it, or name another") from error
-            row = broken[0]
-            raise UserError(
-                f"{self._path}, line {row.number}: {counted(row.actual_columns, 'field')} where line 1 has "
-                f"{row.expected_columns}; mend or remove that line"
-            ) from error
+            if where := self._broken_line(len(names)):
+                raise UserError(f"{self._path}, {where}; mend or remove that line") from error
+            raise UserError(f"{self._path} cannot be read: {_line(error)}; mend it, or name another") from error
+
+    def _broken_line(self, fields: int) -> str:
+        """What is amiss with the first line that has another number of fields, or is no text; "" for none."""
+        import pyarrow as pa
+
+        with pa.input_stream(str(self._path), compression="detect") as stream:
+            for number, line in enumerate(io.BufferedReader(stream), 1):
+                try:
+                    found = len(line.decode("utf-8").split("\t"))
+                except UnicodeDecodeError:
+                    return f"line {number} is no text in UTF-8"
+                if line.strip(b"\r\n") and found != fields:
+                    return f"line {number}: {counted(found, 'field')} where line 1 has {fields}"
+        return ""
 
     def _names(self) -> tuple[list[str], bool]:
         """The columns' names, and whether they are the file's first line."""
         import pyarrow as pa
 
         with pa.input_stream(str(self._path), compression="detect") as stream:
-            first = stream.read(1 << 16).partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+            first = re.split(rb"[\r\n]", stream.read(1 << 16), maxsplit=1)[0].decode("utf-8-sig", errors="replace")
         if not first:
             raise UserError(f"{self._path} begins with an empty line, or is empty; leave it out")
         fields = first.split("\t")
@@ -232,6 +238,11 @@ class _File:
         number = int(wrong.argmax())
         place = "row" if self._is_parquet else "line"
         return f"{self._path}, {place} {number + self._first_row}", column[number].as_py()
+
+
+def _named(table: Any) -> str:
+    """The columns beside the label."""
+    return ", ".join(filter(None, table.column_names))
 
 
 def _float(value: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from farflung.errors import UserError
 from farflung.tables import BETWEEN_MACHINES, BETWEEN_PEERS, Checked, setting
 
 
@@ -34,3 +35,9 @@ class ClicksSettings(Checked):
     """What crosses of dealt tables: rows, rows-int8, rows-int4, or a sample's largest values, as top12.5 (percent)."""
     eval_clicks: int = setting(20_000, least=2)
     """Held-out clicks, at most, that the model is judged by."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        super().__post_init__()
+        if not self.crossing:
+            raise UserError("crossing is ''; say what crosses of dealt tables, such as rows")

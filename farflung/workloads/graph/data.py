@@ -41,17 +41,18 @@ class GraphData:
         if self.features.ndim != 2 or self.features.size == 0:
             raise UserError(f"{self.where}: features have the shape {self.features.shape}; give (nodes, width)")
         if len(bad := np.flatnonzero(~np.isfinite(self.features).all(axis=1))):
-            raise UserError(f"{self.where}: the features of node {bad[0]} are not all finite; give numbers without NaN")
+            raise UserError(
+                f"{self.where}: the features of node {bad[0]} are not all finite in float32; give numbers without NaN, "
+                "smaller than 3e38"
+            )
+        self._check_pairs("edge", self.edges)
         if not len(self.edges):
             raise UserError(f"{self.where}: there is no edge; give a graph with edges")
-        self._check_pairs("edge", self.edges)
         self._check_labels()
         if self.held_out_links is not None:
             self._check_pairs("held-out link", self.held_out_links)
-        if self.held_out_nodes is not None and len(bad := self._unknown(self.held_out_nodes)):
-            raise UserError(
-                f"{self.where}: node {self.held_out_nodes[bad[0]]} is held out, but there are {self._nodes_there}"
-            )
+        if self.held_out_nodes is not None:
+            self._check_nodes(self.held_out_nodes)
         if self.names and len(self.names) != self.nodes:
             raise UserError(
                 f"{self.where}: there are {len(self.names)} names, but {self.nodes} nodes; give each a name"
@@ -95,6 +96,12 @@ class GraphData:
             raise UserError(
                 f"{self.where}: {what} {place // 2} has node {pairs.flat[place]}, but there are {self._nodes_there}"
             )
+
+    def _check_nodes(self, held_out: Ids) -> None:
+        if held_out.ndim != 1:
+            raise UserError(f"{self.where}: held-out nodes have the shape {held_out.shape}; give (number,)")
+        if len(bad := self._unknown(held_out)):
+            raise UserError(f"{self.where}: node {held_out[bad[0]]} is held out, but there are {self._nodes_there}")
 
     def _check_labels(self) -> None:
         if self.labels.shape not in ((0,), (self.nodes,)):

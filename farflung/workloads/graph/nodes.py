@@ -46,6 +46,11 @@ class Nodes:
                 f"{data.where}: {len(training)} nodes with labels are to train on and {len(held_out)} to judge by; "
                 "both need some: give more labels, or another held_out_nodes.npy"
             )
+        if len(kinds := np.unique(data.labels[training])) == 1:
+            raise UserError(
+                f"{data.where}: all {len(training)} nodes to train on have one label, {data.label(kinds[0])}, so that "
+                "nothing is to be learnt; give others in labels.npy, or choose --task links"
+            )
         self._data = data
         self.outputs, self.edges = data.kinds, data.links
         self.labels = [data.label(kind) for kind in range(data.kinds)]

@@ -16,6 +16,9 @@ from farflung.workloads.graph.kept import kept
 if TYPE_CHECKING:
     from farflung.workloads.graph.settings import GraphSettings
 
+METIS_SEEDS = 1 << 31
+"""METIS knows seeds below."""
+
 Cut = Callable[[Ids, int, int, "GraphSettings"], Ids]
 """Gives the part of each node, from undirected edges, the numbers of nodes and of parts, and the settings."""
 
@@ -67,7 +70,7 @@ def _metis(edges: Ids, nodes: int, pieces: int, seed: int) -> Ids:
     both = np.concatenate([edges, edges[:, ::-1]])
     both = both[np.lexsort((both[:, 1], both[:, 0]))]
     begins = np.concatenate([[0], np.cumsum(np.bincount(both[:, 0], minlength=nodes))])
-    options = pymetis.Options(seed=seed)
+    options = pymetis.Options(seed=seed % METIS_SEEDS)
     found = pymetis.part_graph(pieces, pymetis.CSRAdjacency(begins, both[:, 1]), options=options)
     return np.asarray(found.vertex_part, np.int64)
 

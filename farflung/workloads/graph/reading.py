@@ -33,9 +33,11 @@ def read_arrays(folder: Path) -> GraphData:
     features, edges = _array(folder / "features.npy", "numbers", "uif"), _numbers(folder / "edges.npy")
     assert features is not None and edges is not None
     labels = _numbers(folder / "labels.npy", needed=False)
+    with np.errstate(over="ignore"):  # GraphData tells of what is too large
+        numbers = features.astype(np.float32)
     return GraphData(
         where=str(folder),
-        features=features.astype(np.float32),
+        features=numbers,
         edges=edges,
         checksum=checksum(path for path in sorted(folder.iterdir()) if path.suffix in (".npy", ".txt")),
         labels=nothing if labels is None else labels,
@@ -53,9 +55,11 @@ def _array(path: Path, what: str, kinds: str, needed: bool = True) -> NDArray[np
             raise UserError(f"there is no {path}; {REMEDY}")
         return None
     try:
-        found = np.asarray(np.load(path, allow_pickle=False))
+        found = np.load(path, allow_pickle=False)
     except (ValueError, EOFError, BadZipFile) as error:
         raise UserError(f"{path} is no array of numbers: {error}; write it with numpy.save") from error
+    if not isinstance(found, np.ndarray):
+        raise UserError(f"{path} is an archive of arrays; write the array alone, with numpy.save")
     if found.dtype.kind not in kinds:
         raise UserError(f"{path} holds {found.dtype}; give {what}")
     return found
@@ -63,6 +67,8 @@ def _array(path: Path, what: str, kinds: str, needed: bool = True) -> NDArray[np
 
 def _numbers(path: Path, needed: bool = True) -> NDArray[np.int64] | None:
     found = _array(path, "whole numbers", "ui", needed)
+    if found is not None and found.size and found.max() > np.iinfo(np.int64).max:
+        raise UserError(f"{path} has {found.max()}, which is too large; give numbers of 64 bits with a sign")
     return None if found is None else found.astype(np.int64)
 
 

@@ -91,6 +91,8 @@ class Images:
 
     def check(self) -> None:
         """See Workload."""
+        if self.form.height == self.form.width == 1:
+            raise UserError(f"data {self.settings.data}: pictures are of one pixel; give larger ones, or --resize 8")
         self.outline()
 
     def outline(self) -> Any:
