@@ -18,8 +18,9 @@ from farflung.errors import UserError
 from farflung.events import CheckpointEvent, EvaluationEvent, RoundEvent, StepEvent
 from farflung.report.peers import line, table
 from farflung.report.read import Run
-from farflung.settings import Settings
+from farflung.settings import Settings, read_settings
 from farflung.training import checkpoint, launch, limits
+from farflung.training.export import export
 from farflung.training.resharding import whole_weights
 
 SMALL = [
@@ -92,7 +93,12 @@ def test_an_observer_whose_best_was_not_the_last_ends_with_that(tmp_path: Path) 
     run = simulated(tmp_path / "run", inner="sign", lr=0.3, warmup=0, keep_checkpoints=1, observers=1)
     judged = judged_in(run / "observer-0")
     assert min(judged, key=lambda event: event.score or 0.0).step < 17
-    assert holds_the_best(run / "observer-0")
+    observer = run / "observer-0"
+    assert holds_the_best(observer)
+    assert export(observer, tmp_path / "model") == "the weights that the observer judged best"
+    for restart in (False, True):  # which would train one replica there, over what was judged
+        with pytest.raises(UserError, match=f"is an observer's, which goes on with its run: .* --resume {run}$"):
+            launch.prepare(read_settings(observer / "config.toml"), observer, resume=not restart, restart=restart)
 
 
 def test_an_observer_bears_replicas_that_die_and_goes_on_when_the_run_does(tmp_path: Path) -> None:

@@ -108,6 +108,14 @@ def refuse_other_replicas(settings: Settings, folder: Path) -> None:
         )
 
 
+def refuse_observers_own(settings: Settings, folder: Path) -> None:
+    """Refuses to go on with the folder of a run's observer, which trains nothing. Raises UserError."""
+    if settings.run.observe and not settings.network.kind.elastic:
+        raise UserError(
+            f"{folder} is an observer's, which goes on with its run: {events.resume_command(folder.parent)}"
+        )
+
+
 def begun_with(folder: Path) -> Path:
     """The file with the settings that a run was begun with, or goes on with: what config.toml held then."""
     return folder / "logs" / "config.toml"

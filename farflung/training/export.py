@@ -133,7 +133,8 @@ def _of_language(workload: Workload, flag: str) -> Language:
 def _averaged(folder: Path, settings: Settings) -> tuple[dict[str, Any], str]:
     if averaged := checkpoint.averages(folder):
         origin = "the stages' weights" if settings.island.swarm else "the replicas' weights averaged"
-        return resharding.whole_weights(averaged), f"{origin} at the end"
+        told = "the weights that the observer judged best" if settings.run.observe else f"{origin} at the end"
+        return resharding.whole_weights(averaged), told
     # Independent replicas have run folders of their own.
     homes = sorted({path.parent.parent for path in event_files(folder)})
     last = [(home, step) for home in homes if (step := checkpoint.last_sound(home)) is not None]

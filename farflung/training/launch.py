@@ -55,6 +55,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     To `restart` removes the run that is in the folder; the settings are found to be good before that.
     """
     if resume or restart:
+        beginning.refuse_observers_own(settings, folder)
         beginning.refuse_while_trained(folder)
     elif is_begun(folder):
         raise holds_a_run(folder)

@@ -167,7 +167,7 @@ def observe_replicas(
     """
     replicas = settings.run.replicas
     folder = folder_of(Path(settings.run.out), network.rank - replicas)
-    own = settings.changed(replicas=1, observers=0, out=str(folder))
+    own = settings.changed(replicas=1, observers=0, observe=True, out=str(folder))
     beginning.write_settings(own, folder)
     if step is not None:
         there = checkpoint.sound_steps(folder, seat.rank, f"replica-{seat.rank}")
