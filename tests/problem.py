@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,14 @@ class Result:
     outer: Session
 
 
+_SEEDING = threading.Lock()
+"""Peers of one process make their models in threads, which share what is seeded."""
+
+
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    with _SEEDING:
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
 def flat(model: nn.Module) -> Tensor:
