@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.hooks.shards import own_of
-from farflung.inner import MuonAdamW
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, far_homes
@@ -105,14 +104,17 @@ def described(layers: Sequence[LayerPlan]) -> str:
 class Fitted:
     """Carries out plans of one model and its optimizer.
 
-    With `near_gradients`, others than the optimizer want all of them, so that none leave.
+    With `near_gradients`, others than the optimizer want all of them, so that none leave; with `near_moments`, it has
+    those of all layers at once.
 
     Attributes:
         updates: what has the host step layers, where the plan has it do so.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer, folder: str, near_gradients: bool) -> None:
-        self._model, self._optimizer, self._folder = model, optimizer, folder
+    def __init__(
+        self, model: Model, optimizer: Optimizer, folder: str, near_gradients: bool, near_moments: bool = False
+    ) -> None:
+        self._model, self._optimizer, self._folder, self._near_moments = model, optimizer, folder, near_moments
         self._near_gradients, self._home = near_gradients, far_homes(folder)
         device = model.device
         return_what_is_free(device)
@@ -146,9 +148,7 @@ class Fitted:
 
     def _choices(self) -> tuple[tuple[Mode, ...], tuple[State, ...]]:
         modes, states = choices_of(self._model.device.type, bool(self._folder), self._near_gradients)
-        # Of rows Muon makes whole matrices of all layers at once, for which shards come together.
-        together = self._model.sharded and isinstance(self._optimizer, MuonAdamW)
-        return modes, states[:1] if together else states
+        return modes, states[:1] if self._near_moments else states
 
     def carry_out(self, record: Record) -> None:
         """Has the model compute as a plan says. Raises UserError where the far folder has no room for it."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from farflung.errors import UserError
 from farflung.events import MemoryEvent
+from farflung.inner import MuonAdamW
 from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model, Sharded
@@ -146,7 +147,9 @@ class _Fitting:
         if isinstance(island, DividedIsland) and island.rows:
             sharded = Sharded(island.pieces[0], island.rows)
         model = Model(island.model, layers_of(island), loss, self._make, island.device, island.in_flight, sharded)
-        self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients)
+        # Of rows Muon makes whole matrices of all layers at once, for which shards come together.
+        together = sharded is not None and isinstance(self._optimizer, MuonAdamW)
+        self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients, together)
         if isinstance(island, WholeIsland):
             island.clip = self._fitted.clip
         kept = Record.read(self._path)
