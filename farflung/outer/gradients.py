@@ -52,7 +52,7 @@ class GradientLoop(Session):
             mean.in_blocks(far)
 
     def _facts(self) -> list[Fact]:
-        return [Fact("way of exchanging gradients (--memory)", (self._way,), SETTING), *super()._facts()]
+        return [*super()._facts(), Fact("way of exchanging gradients (--memory)", (self._way,), SETTING)]
 
     def _after_inner_step(self) -> None:
         self.step += 1
