@@ -52,7 +52,8 @@ def files_below(folder: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> None:
-        raise error
+        if not isinstance(error, FileNotFoundError):  # a folder that is not there holds no files
+            raise error
 
     try:
         for where, folders, names in os.walk(folder, onerror=refuse):
