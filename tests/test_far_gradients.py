@@ -134,7 +134,8 @@ def test_replicas_that_exchange_in_unlike_ways_are_told_in_a_line(tmp_path: Path
     def work(network: SimulatedNetwork) -> None:
         train(Layered(), methods.ddp(), network, "whole" if network.rank else "in blocks", tmp_path, 0.0)
 
-    with pytest.raises(DisagreementError, match=r"way of exchanging gradients .*: in blocks here, whole at replica 1"):
+    told = r"way of averaging .*: .*, in blocks for --memory here, .* at replica 1"
+    with pytest.raises(DisagreementError, match=told):
         Simulation(2).run(work)
 
 

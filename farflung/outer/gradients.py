@@ -41,18 +41,22 @@ class GradientLoop(Session):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._way = "whole"
+        self._in_blocks = False
         self._means = [MeanGradient(self, optimizer, index) for index, optimizer in enumerate(setup.optimizers)]
         self.undo.callback(hook_steps(setup.optimizers[-1], after=self._after_inner_step))
 
     def gradients_from(self, far: Callable[[], FarUpdates | None]) -> None:
         """See Session."""
-        self._way = "in blocks"
+        self._in_blocks = True
         for mean in self._means:
             mean.in_blocks(far)
 
     def _facts(self) -> list[Fact]:
-        return [*super()._facts(), Fact("way of exchanging gradients (--memory)", (self._way,), SETTING)]
+        facts = super()._facts()
+        if self._in_blocks:  # which is no choice of the run, as another plan of memory may have whole ones
+            place = next(number for number, fact in enumerate(facts) if fact.what == "way of averaging")
+            facts[place] = Fact(facts[place].what, (f"{facts[place].told[0]}, in blocks for --memory",), SETTING)
+        return facts
 
     def _after_inner_step(self) -> None:
         self.step += 1
@@ -91,7 +95,7 @@ class GradientLoop(Session):
         return [mean.next_round for mean in self._means]
 
     def _starts_from(self) -> list[Message]:
-        return [mean.weights(copied=self._way == "whole") for mean in self._means]
+        return [mean.weights(copied=not self._in_blocks) for mean in self._means]
 
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
