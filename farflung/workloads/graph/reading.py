@@ -55,7 +55,8 @@ def _array(path: Path, what: str, kinds: str, needed: bool = True) -> NDArray[np
             raise UserError(f"there is no {path}; {REMEDY}")
         return None
     try:
-        found = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:  # which an archive of arrays would keep open
+            found = np.load(file, allow_pickle=False)
     except (ValueError, EOFError, BadZipFile) as error:
         raise UserError(f"{path} is no array of numbers: {error}; write it with numpy.save") from error
     if not isinstance(found, np.ndarray):
