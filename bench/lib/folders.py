@@ -24,6 +24,7 @@ from typing import Any, Self
 from urllib.request import Request, urlopen
 
 from bench.lib.environments import packages_of
+from bench.lib.processes import children
 from bench.lib.store import ROOT
 from farflung.testing.hosts import LOOPBACK, Host, Process, free_port
 from farflung.testing.waiting import until
@@ -206,17 +207,17 @@ class OpenSsh(Served):
 
     def pause(self) -> None:
         assert self._process
-        sessions = list(_children(self._process.pid))
+        sessions = list(_below(self._process.pid))
         super().pause()
         for pid in sessions:  # which outlive what has begun them
             os.kill(pid, signal.SIGKILL)
 
 
-def _children(pid: int) -> Iterator[int]:
+def _below(pid: int) -> Iterator[int]:
     """The processes that one has begun, and those that these have."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield int(child)
-        yield from _children(int(child))
+    for child in children(pid):
+        yield child
+        yield from _below(child)
 
 
 class S3(Served):

@@ -63,6 +63,8 @@ def compass(loss: Callable[[Point], float], start: Point, axes: list[Axis], budg
 
 START: Point = {"lr": 6e-3, "weight_decay": 0.1, "outer_momentum": 0.5, "outer_lr": 0.7}
 """Where every search begins."""
+WITH_MUON: Point = START | {"lr": 0.024}
+"""Where it begins with Muon, which bears more than AdamW."""
 OF_INNER = ("lr", "weight_decay")
 """What every method has."""
 

@@ -137,6 +137,11 @@ def run(options: Options, store: Store) -> list[Part]:
     return [part for parts in tables(store, options).values() for part in parts]
 
 
+def ended(results: dict[int, Result]) -> dict[int, Result]:
+    """Results whose loss is that of the weights that runs end with."""
+    return {seed: {**result, "validation_loss": result.get(FINAL)} for seed, result in results.items()}
+
+
 class Found:
     """The kept results of one regime, with the losses of the weights that runs end with."""
 
@@ -147,8 +152,7 @@ class Found:
 
     def of(self, settings: Settings) -> dict[int, Result]:
         """By seed."""
-        results = self.store.results(self.common | settings)
-        return {seed: {**result, "validation_loss": result.get(FINAL)} for seed, result in results.items()}
+        return ended(self.store.results(self.common | settings))
 
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:

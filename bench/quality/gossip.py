@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench.lib.runs import Runs, around, in_words, regime
-from bench.lib.search import AXES, START, tune
+from bench.lib.search import AXES, WITH_MUON, tune
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 from bench.lib.training import outcome
@@ -88,11 +88,10 @@ def conditions(settings: Settings, seed: int, lost: int, uneven: float) -> str:
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     common = regime(options.steps, options.model) | {"inner": "muon", "every": options.every}
-    begin = START | {"lr": 0.024}
     with Runs(store, common, made) as runs, ThreadPoolExecutor(len(options.methods)) as threads:
         searches = {
             name: threads.submit(
-                tune, runs, name, CASES["8"] | METHODS[name], options.budget, options.seeds[0], AXES, begin
+                tune, runs, name, CASES["8"] | METHODS[name], options.budget, options.seeds[0], AXES, WITH_MUON
             )
             for name in options.methods
         }

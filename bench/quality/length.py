@@ -17,9 +17,11 @@ from statistics import mean
 import numpy as np
 
 from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, START, Axis, Point, tune
+from bench.lib.search import AXES, WITH_MUON, Axis, tune
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
+from bench.quality.frontier import Row
+from bench.quality.gap import ended
 
 MUON: Settings = {"inner": "muon", "lr_schedule": "linear", "lr_final": 0.0}
 BEST: Settings = {"method": "diloco", "every": 4, "every_final": 16, "codec": "ef-int2"}
@@ -45,11 +47,7 @@ PARTS: dict[str, Settings] = {
     "a late average": {"tail_average": 0.1},
 }
 """What is put into the best way, one at a time."""
-FINAL = "validation_loss_averaged"
-"""Of the weights that a run ends with."""
 SEARCHED = (AXES[0], Axis("weight_decay", step=1 / 4))
-BEGIN: Point = START | {"lr": 0.024}
-"""Muon bears more than AdamW, from whose learning rate other searches begin."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +74,24 @@ class Options:
         return regime(steps, self.model, self.replicas) | MUON | WAYS[way]
 
 
-SMOKE = Options(steps=(2, 4), ways=tuple(WAYS)[:2], parts=(), parts_at=2, seeds=(0,), budget=1, replicas=2)
+SMOKE = Options(
+    steps=(2, 4), ways=tuple(WAYS)[:2], parts=tuple(PARTS)[:1], parts_at=2, seeds=(0,), budget=1, replicas=2
+)
 
 
 def run(options: Options, store: Store) -> list[Part]:
     def row(way: str, steps: int) -> list[Future[Result]]:
         settings = options.of(way, steps)
-        tuned = tune(runs, name_of(way, steps), settings, options.budget, options.seeds[0], SEARCHED, BEGIN)
-        return runs.start_all(tuned, options.seeds)
+        found = tune(runs, name_of(way, steps), settings, options.budget, options.seeds[0], SEARCHED, WITH_MUON)
+        return runs.start_all(found, options.seeds)
 
     with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
         for steps in sorted(options.steps):
             for futures in list(threads.map(row, options.ways, [steps] * len(options.ways))):
                 for future in futures:
                     future.result()
-        for settings in with_parts(store, options).values():
-            runs.start(settings, options.seeds[0])
+        for future in [runs.start(settings, options.seeds[0]) for settings in with_parts(store, options).values()]:
+            future.result()
     return [part for parts in tables(store, options).values() for part in parts]
 
 
@@ -107,13 +107,13 @@ def with_parts(store: Store, options: Options) -> dict[str, Settings]:
 
 
 def tuned(store: Store, way: str, steps: int) -> dict[int, Result]:
-    """The results of a tuned row, by seed; its loss is that of the weights it ends with."""
-    return ended(store.results(store.chosen.get(name_of(way, steps), {})))
+    """The results of a tuned row, by seed."""
+    return finite(store.results(store.chosen.get(name_of(way, steps), {})))
 
 
-def ended(results: dict[int, Result]) -> dict[int, Result]:
-    """Results whose loss is that of the weights that runs end with."""
-    return {seed: {**one, "validation_loss": one.get(FINAL)} for seed, one in results.items() if one.get(FINAL)}
+def finite(results: dict[int, Result]) -> dict[int, Result]:
+    """Those of runs that have not diverged; their loss is that of the weights that they end with."""
+    return {seed: one for seed, one in ended(results).items() if one["validation_loss"]}
 
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
@@ -142,11 +142,11 @@ def by_length(
 ) -> Table:
     lines = []
     for (way, steps), results in found.items():
-        losses = [one["validation_loss"] for one in results.values()]
-        chosen = {axis.name: store.chosen[name_of(way, steps)][axis.name] for axis in SEARCHED}
+        row = Row(way, store.chosen[name_of(way, steps)], results)
+        chosen = {axis.name: row.settings[axis.name] for axis in SEARCHED}
         gap = "" if way == DDP else f"{around(gaps[way, steps], 2, '+')} %"
         rounds = "" if way == DDP else f"{mean(one['rounds'] for one in results.values()):.0f}"
-        lines.append((str(steps), way, around(losses, 4), gap, rounds, fewer(results), in_words(chosen)))
+        lines.append((str(steps), way, around(row.losses, 4), gap, rounds, f"{row.fewer:.3g}×", in_words(chosen)))
     columns = ("steps", "method", "loss", "to ddp", "rounds", "fewer bytes", "tuned to")
     return Table(dict.fromkeys(columns, ""), lines)
 
@@ -155,18 +155,13 @@ def by_part(store: Store, options: Options) -> Table:
     seed, best, lines = options.seeds[0], list(WAYS)[1], []
     without, ddp = (tuned(store, way, options.parts_at) for way in (best, DDP))
     for name, settings in with_parts(store, options).items():
-        results = {key: one for key, one in ended(store.results(settings)).items() if key == seed}
+        results = {key: one for key, one in finite(store.results(settings)).items() if key == seed}
         if results and without and ddp:
             change, gap = changes(results, without)[0], changes(results, ddp)[0]
-            lines.append((name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer(results)))
+            fewer = f"{Row(name, settings, results).fewer:.3g}×"
+            lines.append((name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer))
     columns = ("part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
     return Table(dict.fromkeys(columns, ""), lines)
-
-
-def fewer(results: dict[int, Result]) -> str:
-    """How many times fewer bytes than float32 gradients every step would have been."""
-    times = [one["ddp_bytes"] / one["bytes_sent"] for one in results.values() if one["bytes_sent"]]
-    return f"{mean(times):.3g}×" if times else ""
 
 
 def law(way: str, points: Sequence[tuple[int, float]]) -> tuple[str, ...] | None:

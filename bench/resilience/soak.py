@@ -20,6 +20,7 @@ from typing import Self
 
 from bench.lib.attacker import KINDS
 from bench.lib.hardship import Check, Hardship, check, checks, running
+from bench.lib.processes import children
 from bench.lib.store import Settings, Store
 from bench.lib.table import Part
 from bench.resilience.nuisances import free, small_disk
@@ -206,10 +207,6 @@ def ended(peer: PeerProcess, steps: int) -> bool:
 def starts(peer: PeerProcess) -> int:
     assert peer.process is not None
     return peer.process.pid
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def memory(peer: PeerProcess) -> float:
