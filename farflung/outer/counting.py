@@ -55,7 +55,7 @@ def added_bytes(method: Method, cells: Sequence[Cell], replicas: int) -> float:
     for added in (companion.added(method, cells) for companion in method.companions):
         if added is not None:
             groups = added.topology.groups(tuple(range(replicas)), "counting")
-            sent += sum(2 * (len(group) - 1) for group in groups) / replicas * _FLOAT * added.values
+            sent += sum(2 * (len(group) - 1) for group in groups) / replicas * added.nbytes
     return sent
 
 

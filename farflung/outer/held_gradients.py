@@ -55,7 +55,7 @@ class HeldGradients:
     def finite(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether all values are finite, in float32, too."""
         near = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        values = [own_of(dense(one)) for one in near]
+        values = [own_of(one) if one.layout == torch.strided else one.coalesce().values() for one in near]
         short = [one.float() if one.dtype == torch.float64 else one for one in values]
         return finite(*short) and (self._far is None or self._far.finite())
 

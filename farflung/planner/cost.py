@@ -22,9 +22,6 @@ from farflung.planner.timing import Timer
 SAMPLES = 3
 """Rounds of random pairs over which an exchange's time is averaged."""
 
-FLOAT = 4
-"""Bytes of a value that is sent as it is."""
-
 SETTLED, MEASURED = 8, 4
 """Rounds until fragments follow each other evenly, and the rounds after that whose mean is taken."""
 
@@ -79,7 +76,7 @@ def _beside(
     added = [one for cells in places if (one := companion.added(method, cells))]
     if not added:
         return None
-    whole = [one.values * FLOAT / method.schedule.fragments for one in added]
+    whole = [one.nbytes / method.schedule.fragments for one in added]
     groups = added[0].topology.groups(tuple(range(layout.replicas)), "plan")
     plain = replace(method, codec=Dense(), topology=added[0].topology, companions=())
     sizes = dict.fromkeys(set(map(len, groups)), whole)

@@ -86,7 +86,7 @@ class Store:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
         turn = self._link if len(content) > LARGE else contextlib.nullcontext()
         with turn, contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
-            self._asked(lambda: self._write(name, content))
+            self._asked(lambda: self._write(name, content) if content else self._empty(name))
         self.traffic.bytes_sent += len(content)
 
     def create(self, name: str, content: bytes) -> bool:
@@ -164,10 +164,12 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
+    def _empty(self, name: str) -> None:
+        """Writes an object without content, of which nobody can see a part."""
+        self._kind.write(self._files, self._path(name), b"")
+
     def _write(self, name: str, content: bytes) -> None:
         """Writes an object; where others may see a part of it meanwhile, beside, and puts it in its place.
-
-        Of an empty one there is no part.
 
         Raises FileExistsError for a file that is there and was written beside.
         """
@@ -177,9 +179,8 @@ class Store:
             return
         beside = self._path(f"{BESIDE}{os.urandom(8).hex()}")
         try:
-            self._kind.write(self._files, beside if content else path, content)
-            if content:
-                self._kind.rename(self._files, beside, path)
+            self._kind.write(self._files, beside, content)
+            self._kind.rename(self._files, beside, path)
         except Exception as error:
             with contextlib.suppress(Exception):  # on a full disk, even a part of it takes room
                 self._files.rm_file(beside)

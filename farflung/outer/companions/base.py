@@ -84,6 +84,11 @@ class Added:
     topology: Topology
     hidden: bool
 
+    @property
+    def nbytes(self) -> float:
+        """Of a message."""
+        return 4 * self.values
+
 
 class Companion(Protocol):
     """A value that says what goes along with a method's rounds."""
