@@ -10,6 +10,7 @@ import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from patience import patience, until
@@ -68,8 +69,10 @@ def test_one_with_first_beside_others_that_train_takes_their_state_before_it_tra
     assert not [
         one.message for one in warnings_of(swarm, "first") + warnings_of(swarm, "two") if "sat out" in one.message
     ]
-    begun, learnt = swarm.events("two", StepEvent)[0], swarm.events("first", StepEvent)
-    assert begun.loss < (learnt[0].loss + learnt[40].loss) / 2, "it has not begun with random weights"
+    until(lambda: len(swarm.events("two", StepEvent)) >= 3)
+    begun, learnt = ([step.loss for step in swarm.events(name, StepEvent)] for name in ("two", "first"))
+    halfway = (fmean(learnt[:3]) + fmean(learnt[30:50])) / 2  # a batch is but 64 bytes, of which some are hard
+    assert fmean(begun[:3]) < halfway, "it has not begun with random weights"
 
 
 @pytest.mark.slow

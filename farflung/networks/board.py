@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Sequence
 from functools import cached_property, partial
 from threading import Thread
@@ -14,9 +15,12 @@ from torch.distributed import Store
 
 from farflung.networks.works import in_thread
 
+LEAVE_SECONDS = 5.0
+"""So long a word is waited for that is being left: who ends may do so at once, and the word with it."""
+
 
 class Board:
-    """Where a network's replicas leave each other words; threads write and read them, so that nobody waits for a store.
+    """Where a network's replicas leave each other words; threads write and read them, so that no store holds one up.
 
     Args:
         store: shared by all processes; this has a connection of its own, made when it is first used.
@@ -36,15 +40,18 @@ class Board:
         return self._shared.clone()  # type: ignore[attr-defined, no-any-return]
 
     def leave(self, topic: str, word: Any) -> None:
-        """Leaves a word, which JSON can hold; in vain where the store is gone."""
-        in_thread(partial(self._leave, topic, word))
+        """Leaves a word, which JSON can hold; in vain where the store is gone or takes longer than `LEAVE_SECONDS`."""
+        in_thread(partial(self._leave, topic, word)).join(LEAVE_SECONDS)
 
     def words(self, topic: str, seconds: float = 0.0) -> dict[int, Any]:
         """What replicas have left, by their ranks, as far as is known within so many seconds; looks for more."""
+        until = time.monotonic() + seconds
         look = self._looks.get(topic)
+        if look and seconds:  # it may have begun before the last word was left
+            look.join(seconds)
         if look is None or not look.is_alive():
             look = self._looks[topic] = in_thread(partial(self._look, topic))
-        look.join(seconds)
+        look.join(max(0.0, until - time.monotonic()))
         return self._known.get(topic, {})
 
     def _leave(self, topic: str, word: Any) -> None:

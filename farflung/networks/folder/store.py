@@ -86,13 +86,13 @@ class Store:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
         turn = self._link if len(content) > LARGE else contextlib.nullcontext()
         with turn, contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
-            self._asked(lambda: self._write(name, content) if content else self._empty(name))
+            self._asked(lambda: self._into_folder(self._write if content else self._write_at_once, name, content))
         self.traffic.bytes_sent += len(content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; whether it has. Raises StoreAwayError."""
         try:
-            self._asked(lambda: self._write(name, content) if self._kind.rename else self._new(name, content))
+            self._asked(lambda: self._into_folder(self._write if self._kind.rename else self._new, name, content))
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
@@ -164,28 +164,31 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _empty(self, name: str) -> None:
-        """Writes an object without content, of which nobody can see a part."""
-        self._kind.write(self._files, self._path(name), b"")
+    def _into_folder(self, write: Callable[[str, bytes], None], name: str, content: bytes) -> None:
+        """Writes an object in some way. Raises OSError, which is tried again, while the folder has gone."""
+        try:
+            write(name, content)
+        except (FileNotFoundError, NotADirectoryError) as error:  # it may come back
+            raise OSError(f"{self._root}, or a file just written there, has gone") from error
+
+    def _write_at_once(self, name: str, content: bytes) -> None:
+        self._kind.write(self._files, self._path(name), content)
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes an object; where others may see a part of it meanwhile, beside, and puts it in its place.
 
         Raises FileExistsError for a file that is there and was written beside.
         """
-        path = self._path(name)
         if not self._kind.rename:
-            self._kind.write(self._files, path, content)
+            self._write_at_once(name, content)
             return
-        beside = self._path(f"{BESIDE}{os.urandom(8).hex()}")
+        path, beside = self._path(name), self._path(f"{BESIDE}{os.urandom(8).hex()}")
         try:
             self._kind.write(self._files, beside, content)
             self._kind.rename(self._files, beside, path)
         except Exception as error:
             with contextlib.suppress(Exception):  # on a full disk, even a part of it takes room
                 self._files.rm_file(beside)
-            if isinstance(error, (FileNotFoundError, NotADirectoryError)):  # it may come back
-                raise OSError(f"{self._root}, or a file just written there, has gone") from error
             if not isinstance(error, FileExistsError) and self._files.exists(path):  # stores say so in words of theirs
                 raise FileExistsError(path) from error
             raise
