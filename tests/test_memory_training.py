@@ -287,6 +287,28 @@ def test_gradients_that_are_averaged_may_be_far(states: str, settings: list[str]
     assert [{layer["state"] for layer in one["plan"]["layers"]} for one in kept] == [{s} for s in states.split(",")]
 
 
+LATE = """
+import os, sys, time
+from farflung import cli
+from farflung.training.trainer import Trainer
+original = Trainer._train_step
+def step(self, outer):
+    time.sleep(0.5 * int(os.environ["RANK"]))
+    original(self, outer)
+Trainer._train_step = step
+cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_step_waits_for_others_is_not_held_against_its_plan(tmp_path: Path) -> None:
+    usual = ["train", *SMALL, "--method", "ddp", "--replicas", "2", "--network", "torch", "--steps", "13"]
+    run_together(2, "-c", LATE, *usual, "--memory", "100%", "--out", tmp_path)
+    run = read_run(tmp_path)
+    measured = [[event.measured_seconds for event in run.of(replica, MemoryEvent)][-1] for replica in (0, 1)]
+    assert measured[0] and measured[1] and measured[0] < 0.5 < measured[1], "the second has slept, not waited"
+
+
 @pytest.mark.slow
 def test_stages_with_little_memory_are_bit_for_bit_those_with_much(tmp_path: Path) -> None:
     """Each plans for itself, with the microbatches that are in flight in it."""

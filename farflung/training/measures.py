@@ -132,6 +132,11 @@ class Spent:
             self.told[what] += seconds
         return told
 
+    def working(self) -> float:
+        """A clock, in seconds, that stands still while the process waits for others or for its batches."""
+        at, blocked, waited = self._now()
+        return at - waited - (0.0 if self._network.timed else blocked)
+
     def _now(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._network.traffic.seconds_blocked, self._island.waited_s
 
