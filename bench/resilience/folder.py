@@ -87,15 +87,21 @@ def begin(peers: PeerProcesses) -> None:
     peers.wait_for_steps(peers, 1)
 
 
-def parted(peers: Sequence[PeerProcess]) -> tuple[int, int]:
-    """After how many rounds members had the same weights, and after how many not, where all should have."""
-    weights: dict[tuple[int, tuple[int, ...]], set[bytes]] = {}
+def alike(peers: Sequence[PeerProcess]) -> tuple[int, int]:
+    """How often peers that had been in the same rounds so far had the same weights after one; and how often such were.
+
+    Who has once averaged with others than they did, or trained on alone, starts from other weights than they do.
+    """
+    weights: dict[tuple[Any, ...], list[bytes]] = {}
     for peer in peers:
         after = {event.step: event.weights for event in peer.events(EvaluationEvent)}
+        so_far: tuple[Any, ...] = (min((event.step for event in peer.events(StepEvent)), default=0),)
         for round in peer.events(RoundEvent):
-            if round.outcome == "averaged" and round.started_step in after:
-                weights.setdefault((round.round, tuple(round.group)), set()).add(after[round.started_step])
-    return sum(len(same) == 1 for same in weights.values()), sum(len(same) > 1 for same in weights.values())
+            so_far += ((round.round, tuple(round.group) if round.outcome == "averaged" else peer.folder.name),)
+            if round.started_step in after:
+                weights.setdefault(so_far, []).append(after[round.started_step])
+    together = [found for found in weights.values() if len(found) > 1]
+    return sum(len(set(found)) == 1 for found in together), len(together)
 
 
 def left(server: Disk, peers: PeerProcesses) -> dict[str, int]:
@@ -136,11 +142,11 @@ def calm(options: Options, store: Store, method: str, name: str) -> tuple[str | 
         peers.wait(120 + options.steps * options.step_ms / 100)
         rounds = [event for peer in peers for event in peer.events(RoundEvent)]
         met = sum(event.outcome == "averaged" for event in rounds) / max(1, len(rounds))
-        identical = getattr(methods, method.replace("-", "_"))().topology.identical
-        same, unlike = parted(list(peers)) if identical else (0, 0)
+        recipe = getattr(methods, method.replace("-", "_"))()
+        whole = recipe.topology.identical and recipe.schedule.fragments == 1 and not recipe.schedule.delay
         there = left(server, peers) if server else {}
-        alike = f"{same} of {same + unlike}" if identical else ""
-        return method, name, final_loss(peers), met, alike, "" if as_asked(there) else str(there)
+        same = "{} of {}".format(*alike(list(peers))) if whole else ""  # others are never alike in all of their weights
+        return method, name, final_loss(peers), met, same, "" if as_asked(there) else str(there)
 
 
 def disturbed(options: Options, store: Store, name: str) -> Iterator[Check]:
@@ -246,7 +252,14 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         yield f"{name} is not tried: {missing(name)}"
     stores = [name for name in options.stores if not missing(name)]
     places = ["internet", *stores] if options.internet else stores
-    columns = {"method": "", "through": "", "loss": ".4f", "met": ".0%", "members alike after": "", "left": ""}
+    columns = {
+        "method": "",
+        "through": "",
+        "loss": ".4f",
+        "met": ".0%",
+        "always together: alike": "",
+        "left": "",
+    }
     rows = (calm(options, store, method, name) for method in options.methods for name in places)
     if options.calm:
         yield Table(columns, rows, f"{options.peers} peers, {options.steps} steps")
