@@ -83,6 +83,15 @@ def test_a_log_of_criteos_is_read(name: str, tmp_path: Path) -> None:
     assert log.shown(7)["C4"] == "00000002" and log.shown(7)["C26"] == ""
 
 
+def test_a_packed_log_that_is_damaged_is_told_in_a_line(tmp_path: Path) -> None:
+    path = Path(criteo(tmp_path, [criteo_line(click) for click in range(2000)], "day.tsv.gz"))
+    whole = path.read_bytes()
+    for damaged in (whole[:40], whole[:200] + bytes(100) + whole[300:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"day\.tsv\.gz (is damaged|cannot be read): .*; mend it, or name another$"):
+            _ = recommender(str(path))._log
+
+
 def test_files_are_read_one_after_the_other_up_to_a_number_of_clicks(tmp_path: Path) -> None:
     for day in range(3):
         criteo(tmp_path, [criteo_line(100 * day + click) for click in range(100)], f"{day}.tsv")

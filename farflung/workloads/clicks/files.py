@@ -7,7 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class _File:
         """The label under the name "", numbers as float32 (NaN where there is none), categories as strings."""
         import pyarrow as pa
 
-        with disk_errors(f"read {self._path}", "look at its rights, or name another"):
+        with disk_errors(f"read {self._path}", "look at its rights, or name another"), self._undamaged():
             batches, count = [], 0
             for batch in self._parquet() if self._is_parquet else self._text():
                 batches.append(batch)
@@ -101,6 +101,16 @@ class _File:
             elif name != label:
                 table[name] = self._words(name, raw[name])
         return pa.table(table)
+
+    @contextmanager
+    def _undamaged(self) -> Iterator[None]:
+        """Within, what is packed is unpacked, whose errors have no number of the disk's. Raises UserError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise UserError(f"{self._path} is damaged: {_line(error)}; mend it, or name another") from error
 
     def _check_names(self, names: Sequence[str]) -> None:
         if "" in names:
