@@ -61,6 +61,16 @@ def test_what_fits_without_change_has_the_measured_gap() -> None:
     assert best.settings == {"method": "ddp"} and (best.least, best.expected, best.most) == (0, 0, 0)
 
 
+def test_rows_of_which_the_same_gap_is_shown_are_ordered_by_more_than_that_and_it_says_so() -> None:
+    chosen = options(link="20mbps", params=1e9)
+    candidates = recommend(chosen)
+    assert len({one.expected for one in candidates}) == 1 and len(candidates) > 1
+    assert [one.middle for one in candidates] == sorted(one.middle for one in candidates)
+    assert "rows that would be more come in the order of how much more" in told(candidates, chosen)
+    near = options(link="10gbps", step_ms=5000.0, params=1e5)
+    assert "in the order of how much more" not in told(recommend(near), near)
+
+
 def test_its_command_is_one_that_train_takes_and_it_tells_how_thin_the_evidence_is() -> None:
     chosen = options(link="20mbps")
     candidates = recommend(chosen)

@@ -72,7 +72,7 @@ def measured() -> dict[str, Any]:
 
 
 def recommend(options: RecommendOptions) -> list[Candidate]:
-    """What was measured, the smallest expected gap first; without what was no better than replicas that never meet.
+    """What was measured, the least middle of a gap first; without what was no better than replicas that never meet.
 
     Raises UserError where links are too slow for any.
     """
@@ -154,6 +154,10 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         lines.append(
             f"Rounds {figures(best.factor)} times as rare were not measured: the middle is how gaps grew with rarer "
             "rounds of noloco, the least is the measured gap, the most that of replicas that never meet."
+        )
+    if sum(one.middle > one.most for one in candidates) > 1:
+        lines.append(
+            "No gap is shown as more than the most; rows that would be more come in the order of how much more."
         )
     for longer in table["longer"]:
         gaps = f"{mean(longer['gaps']):.1f}%"
