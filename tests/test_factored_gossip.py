@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import Conditions, SimulatedNetwork, Simulation
 from farflung.outer import MixedAnchors, RandomGroups, Round
+from farflung.planner.options import SimulateOptions
 from farflung.planner.outlook import outlook
-from farflung.planner.simulation import method_names
+from farflung.planner.simulation import simulate
 from farflung.settings import Settings
 
 EVERY, ROUNDS = 2, 9
@@ -88,15 +88,16 @@ def test_the_mean_among_all_is_hidden_behind_training() -> None:
     assert waited[0] == pytest.approx(waited[1], rel=1e-6)
 
 
-def test_what_more_is_sent_is_in_the_outlook_but_is_not_simulated() -> None:
-    with pytest.raises(UserError, match="factored-gossip exchanges more than messages, which is not planned yet"):
-        method_names("noloco,factored-gossip")
-    assert method_names("gpa") == ["gpa"] and not methods.gpa().sends_more
+def test_what_more_is_sent_is_in_the_outlook_and_in_simulated_rounds() -> None:
+    listed = SimulateOptions(methods="noloco,factored-gossip,diloco,des-loc", params=1e6, replicas=4, rounds=6)
+    sent = {one.name: one.sent for one in simulate(listed)}
+    assert sent["factored-gossip"] == pytest.approx(sent["noloco"] + sent["diloco"], rel=0.01), "dense pairs, and all"
+    assert sent["des-loc"] > sent["diloco"]
     settings = Settings.of(method="factored-gossip", every=5, model="micro", network="simulated", steps=10)
     pairs = Settings.of(method="noloco", every=5, model="micro", network="simulated", steps=10)
     told = [dict(outlook(each, torch.device("cpu")))["rounds"] for each in (settings, pairs)]
-    sent = [
+    each = [
         float(str(re.search(r"sends ([0-9.]+) MB in one", text)).partition("sends ")[2].split()[0]) for text in told
     ]
     replicas = settings.run.replicas
-    assert sent[0] / sent[1] == pytest.approx(1 + 2 * (replicas - 1) / replicas, rel=0.02), "anchors go as they are"
+    assert each[0] / each[1] == pytest.approx(1 + 2 * (replicas - 1) / replicas, rel=0.02), "anchors go as they are"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from farflung.inner import INNER
 from farflung.methods import RECIPES
 from farflung.networks import Conditions, Simulation
 from farflung.networks.simulator.conditions import HEADERS, Cut, Death, Link
-from farflung.outer import Round, Schedule, kept_bytes, message_bytes
+from farflung.outer import Everyone, Round, Schedule, kept_bytes, message_bytes
+from farflung.outer.companions.base import Added
 from farflung.outer.round import Rounds, Sync
 from farflung.pipeline.assemble import training
 from farflung.pipeline.settings import IslandSettings
@@ -99,6 +101,25 @@ def test_rounds_without_tensors_happen_when_those_of_simulated_training_do(metho
         assert times.started + start == pytest.approx(min(r.started for r in same), abs=near)
         assert times.landed + start == pytest.approx(max(r.landed for r in same), abs=near)
         assert times.blocked == pytest.approx(sum(r.landed - r.waited_from for r in same), abs=near)
+
+
+def test_what_is_averaged_besides_is_waited_for_when_the_next_round_starts_and_not_before() -> None:
+    slow, every, rounds = Conditions(bandwidth_mbps=0.01, latency_ms=1, step_ms=50), 4, 4
+    method = methods.factored_gossip(every=every)
+    results = Simulation(4, slow).run(replica(lambda: method, steps=every * rounds))
+    nbytes = 4 * results[0].weights.numel()
+    besides = [Added(nbytes / 4, Everyone(), hidden=True)]
+    timing = Timer(method, whatever_the_group(nbytes), slow, 4, rounds, 120, besides=besides).run()
+    after, at_once = (
+        [later - earlier for earlier, later in pairwise(landed)]
+        for landed in (
+            [times.landed for times in timing.rounds],
+            [max(one.rounds[number].landed for one in results) for number in range(rounds)],
+        )
+    )
+    assert after == pytest.approx(at_once, abs=0.01)
+    assert min(after) > 2 * every * 0.05, "the mean takes longer than the steps between two rounds"
+    assert timing.blocked > sum(times.blocked for times in timing.rounds)
 
 
 def test_a_round_takes_its_steps_and_its_exchange() -> None:

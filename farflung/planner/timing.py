@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+from farflung.codecs import Dense
 from farflung.durations import TICKS_PER_SECOND
 from farflung.errors import UserError
 from farflung.networks import Conditions, Group
@@ -19,13 +21,16 @@ from farflung.networks.peers.circles import passes
 from farflung.networks.simulator.cluster import SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.fabric import Demand
 from farflung.networks.simulator.step_times import StepTimes
-from farflung.outer import Method, traffic_per_hop
+from farflung.outer import Method, Topology, traffic_per_hop
 from farflung.outer.clock import SLACK
+from farflung.outer.companions.base import Added
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
 Replica = Generator["float | SimulatedCollective", None, None]
 """Yields seconds of computing, or a collective to wait for."""
 
+Traffic = Callable[[int], tuple[float, ...]]
+"""What part of a message each member of a group of so many sends each other, hop after hop."""
 KNOWN_GROUPS = 100
 """Rounds whose groups are kept, since some replicas are ahead of others."""
 
@@ -108,6 +113,7 @@ class Timer:
         rounds: how many each replica holds.
         deadline: the longest wait for others, seconds; infinity for none.
         work: what each round takes of a replica's own time (encoding, decoding, outer step), seconds.
+        besides: what replicas average after each round besides its messages, on the mean; fragments share it evenly.
 
     Raises UserError where the method has no rounds, or every replica dies before its first.
     """
@@ -119,12 +125,14 @@ class Timer:
     rounds: int
     deadline: float
     work: float = 0.0
+    besides: Sequence[Added] = ()
 
     def __post_init__(self) -> None:
         method = self.method
         if not method.schedule.every:
             raise UserError("a method without rounds has nothing to simulate; remove it")
         self._traffic_per_hop = cache(partial(traffic_per_hop, method.codec, method.averaging))
+        self._dense_traffic = cache(partial(traffic_per_hop, Dense(), method.averaging))
         self._cluster = SimulatedCluster(self.replicas, self.conditions)
         self._cluster.when_dead = self._bury
         self._running: dict[int, Replica] = {}
@@ -191,7 +199,7 @@ class Timer:
         sizes = [Size(1 / schedule.fragments)] * schedule.fragments
         rounds = Rounds[float, SimulatedCollective | None]([schedule] * len(sizes), sizes)
         last = [sync.rounds + self.rounds - 1 for sync in rounds.syncs]
-        step, steps, trailing = 0, 0, 0.0
+        step, steps, trailing, hidden = 0, 0, 0.0, dict[int, list[SimulatedCollective]]()
         while following := rounds.next_step():
             if following > step:
                 taken, seconds = yield from self._compute(computation, step, following)
@@ -202,10 +210,12 @@ class Timer:
                     began = self._cluster.clock.now
                     if due.exchange and not due.exchange.settled:
                         yield due.exchange
+                    hidden[due.fragment] = yield from self._average_besides(rank, due)
                     self._note(due, began)
                     if self.work:
                         yield self.work
                     continue
+                yield from self._wait_for(hidden.pop(due.index, []))
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
                     due.stop()
@@ -214,6 +224,9 @@ class Timer:
         result.steps = round(sum(self._steps) / len(self._steps))
         result.computed -= trailing
         result.lasted = max(result.lasted, self._cluster.clock.now - trailing)
+        for collective in itertools.chain.from_iterable(hidden.values()):  # sent, and no part of the rounds' time
+            if not collective.settled:
+                yield collective
 
     def _compute(self, computation: StepTimes, step: int, until: int) -> Generator[float, None, tuple[int, float]]:
         """Trains from a step on until another, or to the end of the step in which the clock comes to a moment.
@@ -236,11 +249,37 @@ class Timer:
         if times is None:
             times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
         times.started = min(times.started, self._cluster.clock.now)
-        group = self._group(rank, label)
+        group = self._group(rank, label, self.method.topology)
         offer = sync.offer(str, len(group))
-        hops = self._hops(group, offer.message)
-        collective = self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
+        share, traffic = offer.message, self._traffic_per_hop
+        collective = self._join(rank, group, label, traffic, lambda members: self.message_bytes(members) * share)
         return sync.start(step, group, offer, collective)
+
+    def _average_besides(
+        self, rank: int, landed: PendingRound[float, SimulatedCollective | None]
+    ) -> Generator[SimulatedCollective, None, list[SimulatedCollective]]:
+        """After a round, waits for what is averaged besides; returns what need not come until the next one starts."""
+        under_way, hidden = list[SimulatedCollective](), list[SimulatedCollective]()
+        for number, added in enumerate(self.besides):
+            label = f"besides {number} of round {landed.round} of fragment {landed.fragment}"
+            group = self._group(rank, label, added.topology)
+            if collective := self._join(rank, group, label, self._dense_traffic, partial(self._bytes_besides, added)):
+                (hidden if added.hidden else under_way).append(collective)
+        for collective in under_way:
+            if not collective.settled:
+                yield collective
+        return hidden
+
+    def _bytes_besides(self, added: Added, members: int) -> float:
+        return added.nbytes / self.method.schedule.fragments
+
+    def _wait_for(self, collectives: list[SimulatedCollective]) -> Generator[SimulatedCollective, None, None]:
+        """Waits for some exchanges, which no round's time counts."""
+        began = self._cluster.clock.now
+        for collective in collectives:
+            if not collective.settled:
+                yield collective
+        self._result.blocked += self._cluster.clock.now - began
 
     def _note(self, pending: PendingRound[float, SimulatedCollective | None], began: float) -> None:
         """One replica applies a round now, having waited for it since `began`."""
@@ -251,21 +290,24 @@ class Timer:
         times.replicas += 1
         self._result.blocked += now - began
 
-    def _group(self, rank: int, key: str) -> Group:
+    def _group(self, rank: int, key: str, topology: Topology) -> Group:
         members = self._cluster.members(rank)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
-            chosen = self.method.topology.groups(members, key)
+            chosen = topology.groups(members, key)
             groups = {rank: group for group in chosen for rank in group}
             self._groups[key] = members, groups
             if len(self._groups) > KNOWN_GROUPS:
                 del self._groups[next(iter(self._groups))]
         return groups.get(rank, ())
 
-    def _hops(self, group: Group, share: float) -> Callable[[dict[int, None]], Iterator[Demand]]:
+    def _join(
+        self, rank: int, group: Group, label: str, traffic: Traffic, message_bytes: Callable[[int], float]
+    ) -> SimulatedCollective | None:
+        """Takes part in averaging a message, of traffic and bytes by a group's size; None where nobody else does."""
+
         def hops(brought: dict[int, None]) -> Iterator[Demand]:
-            nbytes = self.message_bytes(len(group)) * share
-            parts = self._traffic_per_hop(len(group))
+            nbytes, parts = message_bytes(len(group)), traffic(len(group))
             packets = [(part * nbytes, 1) for part in parts]
             if self.conditions.store_ms is not None:
                 packets = passes(len(group), parts, nbytes)
@@ -274,7 +316,7 @@ class Timer:
                 self._result.bytes_sent += sum(demand.sent) / demand.readers
                 yield demand
 
-        return hops
+        return self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
 
 
 @contextlib.contextmanager
