@@ -134,8 +134,10 @@ class Notes:
         whole = self.store.get(name) if written.note.size <= AT_ONCE else None  # or in two requests
         table = self.opened(peer, name, 0, whole[:table_bytes] if whole else self.store.get(name, 0, table_bytes))
         sizes = [int.from_bytes(table[at : at + HEADER]) + OVERHEAD for at in range(0, len(table), HEADER)]
-        begin = table_bytes + sum(sizes[:part])
-        end = begin + sizes[part]
+        begin, end = (table_bytes + sum(sizes[:count]) for count in (part, part + 1))
+        if part >= len(sizes) or end > written.note.size:
+            self._guard.refuse("truncated object")
+            raise SealError("truncated")
         return self.opened(peer, name, part + 1, whole[begin:end] if whole else self.store.get(name, begin, end))
 
     def opened(self, peer: str, name: str, part: int, content: bytes | memoryview) -> memoryview:

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from farflung.networks.peers.frames import number as finite
 from farflung.networks.peers.identity import SIGNATURE_BYTES, Identity, signed_by
 
 VERSION = 1
@@ -97,11 +98,11 @@ class Note:
 
     @classmethod
     def unpacked(cls, body: bytes) -> Note:
-        """The note that bytes are. Raises ValueError."""
+        """The note that bytes are. Raises ValueError, also for what is no time, rate or weight."""
         kind, rank, session, number, time, step, rate, flags, weight, *rest = cls._FIELDS.unpack(body)
         subject, lineage, wants, count, size = rest
-        about = (bool(flags & 1), bool(flags & 2), weight, subject, lineage, wants, count, size)
-        return cls(Kind(kind), rank, session, number, time, step, rate, *about)
+        about = (bool(flags & 1), bool(flags & 2), finite(weight), subject, lineage, wants, count, size)
+        return cls(Kind(kind), rank, session, number, finite(time), step, finite(rate), *about)
 
 
 class Seals:
