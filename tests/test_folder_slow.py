@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
     """Whether nothing may be removed."""
     hides = 0
     """How many listings are of nothing."""
+    late = False
+    """Whether listings do not show yet what all know the name of."""
 
     def _asked(self, name: str, *given: Any, **more: Any) -> Any:
         time.sleep(Slow.seconds / 2)
@@ -45,7 +48,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
         if Slow.hides > 0:
             Slow.hides -= 1
             raise FileNotFoundError(given[0])
-        return self._asked("ls", *given, **more)
+        found = self._asked("ls", *given, **more)
+        return [one for one in found if not (Slow.late and "/=" in one["name"])]
 
     def rm_file(self, *given: Any, **more: Any) -> Any:
         if Slow.kept:
@@ -61,7 +65,7 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
 def slow() -> Iterator[None]:
     fsspec.register_implementation("slow", Slow, clobber=True)
     yield
-    Slow.seconds, Slow.kept, Slow.hides = 0.0, False, 0
+    Slow.seconds, Slow.kept, Slow.hides, Slow.late = 0.0, False, 0, False
 
 
 @pytest.mark.slow
@@ -89,6 +93,28 @@ def test_two_that_wait_in_vain_meet_though_each_request_takes_half_a_second(
         groups = [visit.wait(patience(20)).group for visit in pending]
         Slow.seconds = 0.0
         assert groups == [tuple(sorted((one.rank, two.rank)))] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow")
+def test_those_who_were_grouped_read_that_by_name_where_listings_show_it_late(tmp_path: Path) -> None:
+    Slow.late = True
+    with seats(f"slow://{tmp_path.name}/late", tmp_path, 3) as run:
+        *pair, away = run.open
+        away.peers.info["step"] = 10**6  # as all know, it is long past the round
+        away.peers.beat()
+        run.look()
+        both_placed = threading.Barrier(2)
+
+        def then(party: Party) -> Party:
+            both_placed.wait(patience(10))  # who has left a round is nobody's partner
+            return party
+
+        pending = [
+            network.meet(tuple(sorted((network.rank, away.rank))), "round 1 of 0", 1, 1.0, "", then) for network in pair
+        ]
+        groups = [visit.wait(patience(10)).group for visit in pending]
+        assert groups == [tuple(sorted(network.rank for network in pair))] * 2
 
 
 @pytest.mark.usefixtures("slow")

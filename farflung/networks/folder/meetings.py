@@ -176,11 +176,11 @@ class Meetings:
                 return party
             now = time.monotonic()
             if not visit.guest.idle and (now >= visit.until or not self._comes(visit, visit.wanted, guests)):
-                visit.guest = replace(visit.guest, idle=True)
-                self._say(visit)
-                guests[self._own] = visit.guest
+                visit.guest = guests[self._own] = replace(visit.guest, idle=True)
+                if self._can_be_placed(visit, guests, now):  # else it leaves, and others shall not see it until then
+                    self._say(visit)
             if visit.guest.idle:
-                if self._close(visit, guests, now):
+                if now < visit.over + 2 * GRACE_SECONDS and self._close(visit, guests, now):
                     continue
                 if not self._can_be_placed(visit, guests, now):
                     return Party((), {}, alone="left over" if visit.closings or visit.others else "nobody")
@@ -239,6 +239,8 @@ class Meetings:
         if self._notes.create(name, json.dumps({"by": self._own, "groups": told}).encode()):
             visit.closed |= {group: {rank: guests[rank] for rank in group} for group in groups}
             visit.closings += 1
+        else:
+            self._read_closings(visit, {name}, guests)  # a listing may show it later
         return True
 
     def _closing(self, visit: Visit) -> str:
@@ -257,7 +259,7 @@ class Meetings:
     @reading("a group of those who were idle")
     def _read_closing(self, name: str, guests: Mapping[int, Guest]) -> dict[Group, Mapping[int, Guest]]:
         """The groups in an object. What they say of those whom this peer sees must be what these say themselves."""
-        content = self._notes.store.get(name)
+        content = self._notes.store.get(name, 0, LARGEST_CLOSING + 1)
         if len(content) > LARGEST_CLOSING:
             raise FrameError("it is too large")
         told = parsed(bytes(self._notes.seals.told(name, 0, content)[1]))
