@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 from folder_seats import mean_of, met, seats
+from fsspec.implementations.memory import MemoryFileSystem
 from patience import patience, until
 from processes import fill, run_here
 
@@ -28,6 +33,36 @@ def test_what_one_is_the_first_to_write_is_all_that_lies_there(tmp_path: Path) -
     store = Store(tmp_path.as_uri(), patience(5), Traffic())
     assert store.create("a", b"1") and not store.create("a", b"22")
     assert store.names() == {"a": 1}
+
+
+class Unsure(MemoryFileSystem):  # type: ignore[misc]
+    """A store that only tells whether there is an object, to two who both look first and then write."""
+
+    protocol = "unsure"
+    cachable = False
+    looked, written = threading.Barrier(2), threading.Barrier(2)
+
+    def exists(self, path: str, **more: Any) -> bool:
+        found: bool = super().exists(path, **more)
+        Unsure.looked.wait(patience(5))
+        return found
+
+    def pipe_file(self, path: str, value: bytes, **more: Any) -> None:
+        super().pipe_file(path, value)
+        Unsure.written.wait(patience(5))
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("unsure:/").replace("//", "/"))
+
+
+def test_of_two_who_have_looked_before_either_wrote_one_is_the_first(tmp_path: Path) -> None:
+    fsspec.register_implementation("unsure", Unsure, clobber=True)
+    stores = [Store(f"unsure://{tmp_path.name}/run", patience(5), Traffic()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = list(pool.map(lambda store, own: store.create("a", own), stores, (b"1", b"2")))
+    assert sorted(first) == [False, True]
+    assert stores[0].get("a") == (b"1" if first[0] else b"2")
 
 
 def test_a_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:

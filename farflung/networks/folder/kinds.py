@@ -35,6 +35,8 @@ class StoreKind:
 
     Fails where there is such a file already: of two that write it, one has.
     """
+    two_may_create: bool = False
+    """Whether two that create a file at the same time may both hear that they have."""
     one_at_a_time: bool = False
     """Whether its connection bears but one request at a time."""
     removes_many: bool = False
@@ -124,6 +126,7 @@ _WEBDAV = StoreKind(
     write=_webdav_write,
     read=_webdav_read,
     rename=lambda files, beside, path: files.client.move(beside, path, overwrite=False),
+    two_may_create=True,  # servers look, and then move
     path_has_host=True,
 )
 _BUCKET = StoreKind(removes_many=True)

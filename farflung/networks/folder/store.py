@@ -91,12 +91,18 @@ class Store:
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; whether it has. Raises StoreAwayError."""
+        began = time.monotonic()
         try:
             self._asked(lambda: self._into_folder(self._write if self._kind.rename else self._new, name, content))
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
-        return True
+        if (self._kind.rename or self._creates) and not self._kind.two_may_create:
+            return True
+        time.sleep(time.monotonic() - began)  # until whoever has found nothing there, too, has written
+        with contextlib.suppress(FileNotFoundError):
+            return self.get(name) == content
+        return False
 
     def names(self, some: bool = False) -> dict[str, int]:
         """The objects that there are, and their bytes. Where there must be `some`, an empty listing is a failed one.
