@@ -39,6 +39,8 @@ class Written:
     name: str
     note: Note
     signature: bytes
+    seen: float = float("inf")
+    """When this peer has seen it first, on its monotonic clock: others' clocks may be anything."""
 
 
 @dataclass
@@ -222,7 +224,7 @@ class Notes:
         for name, size in names.items():
             if name.startswith((FIXED, BESIDE)):
                 fixed.add(name)
-            elif (one := self._known_as(name, size)) is not None:
+            elif (one := self._known_as(name, size, began)) is not None:
                 written.append(one)
         for name in self._known.keys() - names.keys():
             del self._known[name]
@@ -230,7 +232,7 @@ class Notes:
         self._fixed = {name: self._fixed.get(name, began) for name in fixed}
         self._last = Listing(began, written, fixed)
 
-    def _known_as(self, name: str, size: int) -> Written | None:
+    def _known_as(self, name: str, size: int, began: float) -> Written | None:
         """What a name says, unless it is one that counts for nothing."""
         if name in self._known:
             return self._known[name]
@@ -249,7 +251,7 @@ class Notes:
             while len(self._unknown) > UNKNOWN:
                 self._unknown.popitem(last=False)
             return None
-        self._known[name] = Written(name, note, signature)
+        self._known[name] = Written(name, note, signature, began)
         return self._known[name]
 
     def _remember(self, name: str, since: float) -> None:

@@ -36,9 +36,10 @@ from farflung.networks.peers.members import Members
 from farflung.networks.peers.ticket import Ticket
 
 STALE_SECONDS = 3600.0
-"""What is older, and was written by who is not there any more, is removed by whoever sees it."""
+"""What is older, and was written by who is not there any more, is removed by whoever has seen it for a while."""
 CLOSED_SECONDS = 600.0
-"""How long it is kept who met in a round whose members did not find each other by themselves."""
+"""How long it is kept who met in a round whose members did not find each other by themselves; and what is stale, by who
+sees it, whose own clock may be wrong."""
 ABSENT_SECONDS = 1.0
 """How long nothing is there of one that has left: a listing may miss what is just being replaced."""
 AT_A_TIME = 64
@@ -242,15 +243,16 @@ class Presence:
         """Removes what is no longer needed: its own, and in time that of those who have gone. Raises StoreAwayError."""
         if not self.info["listed"]:
             return
-        now = time.time()
+        now, seen_before = time.time(), time.monotonic() - CLOSED_SECONDS
         for one in listing.written:
             note = one.note
             if note.kind in STAYING:
                 continue
-            old = now - note.time > STALE_SECONDS and not self._is_current(note)
+            stale = one.seen < seen_before and now - note.time > STALE_SECONDS
+            old = stale and not self._is_current(note)
             if old or (note.rank == self.identity.rank and note.session != self.notes.session):
                 self.notes.leave(one.name)
-        self.notes.leave(*self.notes.fixed_since(time.monotonic() - CLOSED_SECONDS))
+        self.notes.leave(*self.notes.fixed_since(seen_before))
         for tidy in self.tidying:
             tidy(listing)
         self._sweep()

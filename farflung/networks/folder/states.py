@@ -256,8 +256,8 @@ class FolderStates:
             if note.kind not in STAYING or self._presence.found(note.rank):
                 continue
             last = note.subject == self._last_subject and newest - note.time <= KEPT_SECONDS
-            old = note.rank != self._presence.identity.rank and time.time() - note.time > KEPT_SECONDS
-            if old and not last:
+            old = min(time.time() - note.time, now - one.seen) > KEPT_SECONDS  # clocks may be wrong
+            if old and not last and note.rank != self._presence.identity.rank:
                 self._notes.leave(one.name)
 
 

@@ -1,0 +1,40 @@
+"""Peers in a folder whose clocks are far from each other's do no harm to each other's objects."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from folder_seats import seats
+
+from farflung.networks.folder import presence, states
+from farflung.networks.folder.sealing import Kind
+
+
+def test_one_whose_clock_is_hours_ahead_removes_what_it_has_seen_for_long_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with seats((tmp_path / "store").as_uri(), tmp_path, 1) as run:
+        (one,) = run.open
+        one.peers._over.set()  # no beat comes between
+        one.peers._thread.join()
+        said = one.peers.said
+        one.peers.notes.post(Kind.PIECE, lambda **who: replace(said(**who), subject=b"of a state  "), [b"a piece"])
+        clock = time.time
+        monkeypatch.setattr(time, "time", lambda: clock() + 3 * 3600)
+        ahead = run.sit("ahead")
+        ahead.peers._over.set()
+        ahead.peers._thread.join()
+
+        def left() -> set[Kind]:
+            ahead.peers._tidy(ahead.peers.look(time.monotonic()))
+            there = one.peers.notes.look(time.monotonic()).written
+            return {written.note.kind for written in there if written.note.rank == one.rank}
+
+        assert left() == {Kind.BEAT, Kind.PIECE}
+        monkeypatch.setattr(presence, "CLOSED_SECONDS", 0.0)
+        assert left() == {Kind.PIECE}
+        monkeypatch.setattr(states, "KEPT_SECONDS", 0.0)
+        assert left() == set()
