@@ -23,6 +23,7 @@ from farflung.networks.peers.frames import Frame, FrameError, parsed, plain
 from farflung.networks.peers.guard import Guard
 from farflung.networks.peers.identity import Identity
 from farflung.networks.peers.member import (
+    ALIVE_SECONDS,
     BEAT_SECONDS,
     CLOCK_SECONDS,
     FASTEST,
@@ -133,10 +134,11 @@ class Presence:
             pool.shutdown(wait=False, cancel_futures=True)
         try:
             if self.info["listed"]:
-                self._remove(lambda one: one.note.rank == self.identity.rank and not stays(one), self.notes.own_fixed)
+                self._remove(lambda one: self._is_own(one.note) and not stays(one), self.notes.own_fixed)
                 listing = self.look(time.monotonic())
                 there = {one.note.rank for one in listing.written if one.note.kind not in STAYING}
-                if not any(member.alive and member.rank in there for member in self.members.all()):
+                others = any(member.alive and member.rank in there for member in self.members.all())
+                if not (others or self.fault):  # with a fault, there are those with whom it cannot be
                     self._remove(lambda one: not stays(one), listing.fixed)
         except StoreAwayError as error:
             self.tell(f"{error}; what this peer has written there is removed by the others in time")
@@ -250,7 +252,8 @@ class Presence:
                 continue
             stale = one.seen < seen_before and now - note.time > STALE_SECONDS
             old = stale and not self._is_current(note)
-            if old or (note.rank == self.identity.rank and note.session != self.notes.session):
+            before = note.rank == self.identity.rank and note.session != self.notes.session
+            if old or (before and one.seen < time.monotonic() - ALIVE_SECONDS):  # else its writer may go on
                 self.notes.leave(one.name)
         self.notes.leave(*self.notes.fixed_since(seen_before))
         for tidy in self.tidying:
@@ -345,6 +348,10 @@ class Presence:
                 self._checked.clear()
             self._checked[one.name] = self.notes.checked(card.peer, one)
         return self._checked[one.name]
+
+    def _is_own(self, note: Note) -> bool:
+        """Whether this peer has written a note, or its process before; another process may go on with the same key."""
+        return note.rank == self.identity.rank and (not self.fault or note.session == self.notes.session)
 
     def _is_current(self, note: Note) -> bool:
         """Whether a note is of who is there now, and not of who was there before under the same key."""
