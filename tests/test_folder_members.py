@@ -22,9 +22,14 @@ def test_who_says_an_impossible_weight_comes_to_no_round(tmp_path: Path, weight:
     with seats((tmp_path / "store").as_uri(), tmp_path, 3) as run:
         liar, *others = run.open
         ranks = tuple(sorted(network.rank for network in run.open))
+        all_placed = threading.Barrier(3)
+
+        def then(party: Party) -> Party:
+            all_placed.wait(patience(10))  # all see the liar's note
+            return party
+
         pending = [
-            network.meet(ranks, "round 1 of 0", 1, weight if network is liar else 1.0, "", lambda party: party)
-            for network in run.open
+            network.meet(ranks, "round 1 of 0", 1, weight if network is liar else 1.0, "", then) for network in run.open
         ]
         honest = [one.wait(patience(20)) for one in pending[1:]]
         assert [party.group for party in honest] == [tuple(sorted(network.rank for network in others))] * 2
