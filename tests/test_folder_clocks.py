@@ -38,3 +38,21 @@ def test_one_whose_clock_is_hours_ahead_removes_what_it_has_seen_for_long_and_no
         assert left() == {Kind.PIECE}
         monkeypatch.setattr(states, "KEPT_SECONDS", 0.0)
         assert left() == set()
+
+
+def test_one_whose_clock_is_hours_ahead_takes_nothing_of_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with seats((tmp_path / "store").as_uri(), tmp_path, 1) as run:
+        (one,) = run.open
+        one.peers._over.set()  # no beat comes between
+        one.peers._thread.join()
+        clock = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: clock() + 3 * 3600)
+            ahead = run.sit("ahead")
+        one.peers.beat()
+        monkeypatch.setattr(time, "time", lambda: clock() + 3 * 3600)
+        run.leave(ahead)
+        there = [written.note for written in one.peers.notes.look(time.monotonic()).written]
+        assert one.peers._beat and one.peers._beat.note in there and not one.refused

@@ -104,6 +104,8 @@ class Presence:
         """What those who are there say of themselves, by rank and session, and when it was read."""
         self._heard: dict[int, int] = {}
         """The number of each member's newest note."""
+        self._began = float("inf")
+        """When it had looked for the first time."""
         self._absent: dict[int, float] = {}
         """Of whom nothing is there, and since when."""
         self._checked: dict[str, bool] = {}
@@ -118,6 +120,7 @@ class Presence:
         try:
             self.notes.store.begin()
             self.look(time.monotonic())
+            self._began = time.monotonic()
             self.check()
             if self.info["listed"]:
                 self.beat()
@@ -136,12 +139,17 @@ class Presence:
             if self.info["listed"]:
                 self._remove(lambda one: self._is_own(one.note) and not stays(one), self.notes.own_fixed)
                 listing = self.look(time.monotonic())
-                there = {one.note.rank for one in listing.written if one.note.kind not in STAYING}
-                others = any(member.alive and member.rank in there for member in self.members.all())
-                if not (others or self.fault):  # with a fault, there are those with whom it cannot be
+                if not (self.fault or self._others(listing)):  # with a fault, there is somebody whom it disturbs
                     self._remove(lambda one: not stays(one), listing.fixed)
         except StoreAwayError as error:
             self.tell(f"{error}; what this peer has written there is removed by the others in time")
+
+    def _others(self, listing: Listing) -> bool:
+        """Whether anybody else is there: who is heard, or writes though it was never heard, as with another clock."""
+        others = (one for one in listing.written if one.note.rank != self.identity.rank)
+        there = {one.note.rank: one.seen for one in others if one.note.kind not in STAYING}
+        unheard = there.keys() - self.members.by_rank.keys()
+        return any(map(self.found, there)) or any(there[rank] > self._began for rank in unheard)
 
     def _remove(self, which: Callable[[Written], bool], fixed: Iterable[str]) -> None:
         """Removes objects now. Raises StoreAwayError."""
