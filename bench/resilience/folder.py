@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from bench.lib import hardship
@@ -60,6 +61,10 @@ class Options:
 SMOKE = Options(("disk",), ("diloco",), peers=2, steps=200, step_ms=50, seconds=0, internet=False)
 
 
+ENDLESS = 1_000_000
+"""Steps of a run that is stopped before: the learning rate hardly falls meanwhile."""
+LAST = 20
+"""Evaluations over which losses are compared."""
 STOPPED = 130
 """What a command ends with that was asked to stop."""
 
@@ -149,10 +154,40 @@ def calm(options: Options, store: Store, method: str, name: str) -> tuple[str | 
         return method, name, final_loss(peers), met, same, "" if as_asked(there) else str(there)
 
 
-def disturbed(options: Options, store: Store, name: str) -> Iterator[Check]:
-    """Peers die and come back, the store is away for a while, all stop, and others go on from the folder alone."""
+def losses(peers: Sequence[PeerProcess]) -> dict[int, list[float]]:
+    """What the model was judged by at each step, by whichever peers."""
+    found: dict[int, list[float]] = {}
+    for peer in peers:
+        for event in peer.events(EvaluationEvent):
+            found.setdefault(event.step, []).extend([event.score] if event.score is not None else [])
+    return found
+
+
+def undisturbed(options: Options, store: Store) -> dict[int, list[float]]:
+    """The losses of a run on this machine's disk in which nothing happens, about as long as a disturbed one."""
+    endless = {"method": options.methods[0], "steps": ENDLESS}
+    place = store.scratch / "undisturbed"
+    with served("disk", store.scratch / "store") as server, peers_of(options, place, server, **endless) as peers:
+        begin(peers)
+        time.sleep(options.seconds + options.away)
+        stopped(peers)
+        return losses(list(peers))
+
+
+def over(usual: dict[int, list[float]], found: dict[int, list[float]]) -> tuple[float, int]:
+    """By what part the losses of the last steps that both have are above the usual ones, and the last such step."""
+    both = sorted(step for step in usual.keys() & found.keys() if usual[step] and found[step])[-LAST:]
+    means = [mean([loss for step in both for loss in one[step]]) for one in (usual, found)]
+    return means[1] / means[0] - 1, both[-1]
+
+
+def disturbed(options: Options, store: Store, name: str, usual: dict[int, list[float]]) -> Iterator[Check]:
+    """Peers die and come back, the store is away for a while, all stop, and others go on from the folder alone.
+
+    `usual` are the losses of an undisturbed run.
+    """
     method, place = options.methods[0], store.scratch / f"disturbed-{name}"
-    endless = {"method": method, "steps": 1_000_000}
+    endless = {"method": method, "steps": ENDLESS}
     with served(name, store.scratch / "store") as server:
         assert server
         with peers_of(options, place, server, **endless) as peers:
@@ -163,6 +198,10 @@ def disturbed(options: Options, store: Store, name: str) -> Iterator[Check]:
             yield check(f"{name}: rounds meet again after it was away", f"{back:.0f} s", "60 s", back <= 60)
             codes = stopped(peers)
             yield check(f"{name}: how all end that are stopped", str(codes), "none fails", not any(codes))
+            worse, step = over(usual, losses(list(peers)))
+            yield check(
+                f"{name}: loss, up to step {step}, over an undisturbed one", f"{worse:+.1%}", "2%", worse <= 0.02
+            )
             there, reached = left(server, peers), max(last_step(peer) for peer in peers)
             yield check(f"{name}: left behind", str(there), "the state alone", bool(there) and as_asked(there))
             yield from next_day(peers, server, reached)
@@ -264,4 +303,5 @@ def run(options: Options, store: Store) -> Iterator[Part]:
     if options.calm:
         yield Table(columns, rows, f"{options.peers} peers, {options.steps} steps")
     if options.seconds:
-        yield checks(row for name in stores for row in disturbed(options, store, name))
+        usual = undisturbed(options, store)
+        yield checks(row for name in stores for row in disturbed(options, store, name, usual))
