@@ -34,6 +34,7 @@ from farflung.outer.aggregation import LARGEST_RATIO, Aggregation, Blame, clippe
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message
 from farflung.outer.fragments import Weights, split
+from farflung.outer.loop import OuterLoop
 from farflung.outer.merges import Keep
 from farflung.outer.optimizers import after_a_step, message_of, step_with
 from farflung.outer.shared import check_shared, shared_tensors, take_shared
@@ -215,6 +216,32 @@ def test_one_host_alone_cannot_have_a_replica_fetch_the_others_state(run: Run, m
         train(one, method, until_steered_in_turn)
         other.result()
     assert not fetched
+
+
+@pytest.mark.slow
+def test_a_replica_of_which_one_fragment_is_behind_gets_the_others_state(run: Run) -> None:
+    """However often it averages its other fragments with them."""
+    method = methods.diloco(every=10, fragments=2, codec=ErrorFeedback(Quantize(bits=8)))
+    peers, done = [run.join() for _ in range(3)], threading.Event()
+    run.all_know_each_other()
+    spoilt_after: list[int] = []
+
+    def until_it_is_back(outer: Session, rounds: list[Round]) -> bool:
+        if not spoilt_after and [round.outcome for round in rounds].count("averaged") >= 4:
+            assert isinstance(outer, OuterLoop)
+            outer.anchors[1].detach().add_(1.0)
+            spoilt_after.append(len(rounds))
+        since = [round.outcome for round in rounds[spoilt_after[0] :] if round.fragment == 1] if spoilt_after else []
+        if len(since) > 20 or ("behind" in since and since[-1] == "averaged"):
+            done.set()
+        return not done.is_set()
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(train, peer, method, lambda *_: not done.is_set()) for peer in peers[1:]]
+        rounds = train(peers[0], method, until_it_is_back).rounds[spoilt_after[0] :]
+        for other in others:
+            other.result()
+    assert [round.outcome for round in rounds if round.fragment == 1][-1] == "averaged"
 
 
 @pytest.mark.slow

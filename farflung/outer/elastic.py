@@ -78,8 +78,8 @@ class ElasticLoop(OuterLoop):
         """The first step that it has counted."""
         self._belongs = False
         """Whether it has averaged with others, or taken their state."""
-        self._said_behind: set[int | None] = set()
-        """Which hosts have said so since this replica has averaged with others."""
+        self._said_behind: dict[int, set[int | None]] = {}
+        """Of each fragment, which hosts have said so since this replica has averaged it with others."""
         self._blamed: dict[int, str] = {}
         self._link = SlowLink()
         super().__init__(setup)
@@ -216,12 +216,13 @@ class ElasticLoop(OuterLoop):
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
         if result.outcome == Outcome.BEHIND:
-            self._said_behind.add(result.host)
-            if len(self._said_behind) >= HOSTS_AGREE or not self._has_averaged:
+            said = self._said_behind.setdefault(pending.fragment, set())
+            said.add(result.host)
+            if len(said) >= HOSTS_AGREE or not self._has_averaged:
                 self._fetch()
         elif result.outcome == Outcome.AVERAGED:
             self._has_averaged = self._belongs = True
-            self._said_behind = set()
+            self._said_behind.pop(pending.fragment, None)
         if result.group:  # else the anchor stays as it is
             group = self.network.rank if result.outcome == Outcome.PEER_LOST else result.group
             told = f"{self._history}, round {pending.round} of fragment {pending.fragment} of {group}"
