@@ -74,6 +74,15 @@ def test_a_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no folder that nobody may write in")
+def test_where_no_folder_can_be_made_one_is_told_in_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"cannot be made there: .*; see that"),
+        seats("file:///proc/nothing", tmp_path, 1),
+    ):
+        pass
+
+
 def test_while_the_folder_has_gone_peers_are_alone_and_then_meet_again(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with seats(folder.as_uri(), tmp_path, 2) as run:

@@ -81,6 +81,8 @@ class Store:
             self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
         except FileExistsError as error:
             raise StoreAwayError(f"{self.url} is a file: {_told(error)}") from error
+        except FileNotFoundError as error:
+            raise StoreAwayError(f"{self.url} cannot be made there: {_told(error)}") from error
 
     def put(self, name: str, content: bytes) -> None:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
