@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,15 +45,6 @@ class Ahead(Generic[T]):
         """Ends the thread; what it is making now is waited for."""
         self._let_go()
         self._thread.shutdown(cancel_futures=True)
-
-
-def pinned(batch: Any) -> Any:
-    """A batch in memory from which a GPU copies by itself."""
-    if isinstance(batch, Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        return {key: pinned(value) for key, value in batch.items()}
-    return type(batch)(pinned(value) for value in batch)
 
 
 class OnItsWay:

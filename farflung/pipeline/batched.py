@@ -16,7 +16,7 @@ from farflung.errors import UserError
 from farflung.hooks.trained import trainable
 from farflung.pipeline.island import WholeIsland
 from farflung.pipeline.local_model import persistent_buffers
-from farflung.workloads.base import Batch, to
+from farflung.workloads.batches import Batch, mapped, to
 
 REMEDY = "leave out --batched-replicas"
 
@@ -73,7 +73,7 @@ class Stack:
         total = torch.zeros(len(came), device=device)
         for parts in zip(*(island.parts(step) for island, step in came), strict=True):
             batches, shares = zip(*parts, strict=True)
-            losses = self._losses(weights, to(_stacked(batches), device)) * torch.tensor(shares, device=device)
+            losses = self._losses(weights, to(mapped(_stacked, *batches), device)) * torch.tensor(shares, device=device)
             total += losses.detach()
             torch.autograd.backward(losses.sum())
         found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
@@ -127,16 +127,13 @@ class _Objective(nn.Module):
         return self._loss(batch)
 
 
-def _stacked(batches: Sequence[Batch]) -> Batch:
-    """Batches of one shape as one, with a first dimension more. Raises UserError."""
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {key: _stacked([batch[key] for batch in batches]) for key in first}
-    if not isinstance(first, Tensor):
-        return tuple(_stacked(parts) for parts in zip(*batches, strict=True))
-    if len({batch.shape for batch in batches}) > 1:
+def _stacked(*parts: Any) -> Tensor:
+    """Tensors of one shape as one, with a first dimension more. Raises UserError."""
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise UserError(f"batched_replicas: a batch has a {type(parts[0]).__name__} beside its tensors; {REMEDY}")
+    if len({part.shape for part in parts}) > 1:
         raise UserError(f"batched_replicas: the replicas' batches are of unlike shapes; {REMEDY}")
-    return torch.stack(list(batches))
+    return torch.stack(parts)
 
 
 def _clip(gradients: Sequence[Tensor], most: float) -> None:

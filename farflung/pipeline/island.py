@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from farflung.errors import UserError
 from farflung.networks import Traffic
-from farflung.pipeline.ahead import Ahead, OnItsWay, pinned
+from farflung.pipeline.ahead import Ahead, OnItsWay
 from farflung.pipeline.compiling import eagerly
 from farflung.pipeline.mesh import Mesh, MeshCoordinates
 from farflung.pipeline.settings import IslandSettings
-from farflung.workloads.base import Batch, Picture, Score, Workload, to
+from farflung.workloads.base import Picture, Score, Workload
+from farflung.workloads.batches import Batch, pinned, to
 
 T = TypeVar("T")
 
@@ -160,6 +161,11 @@ class WholeIsland(Island):
         losses: list[Tensor] = []
         for number, (batch, share) in enumerate(batches, 1):
             loss = self.loss(batch) * share
+            if not loss.requires_grad:
+                raise UserError(
+                    "the workload's loss does not depend on what is trained; let it return floats that the model's "
+                    "output gives, without detach()"
+                )
             losses.append(loss.detach())
             if number == len(batches):
                 told = OnItsWay(torch.stack(losses))  # before the backward pass, which need not be waited for
@@ -226,7 +232,7 @@ class WholeIsland(Island):
         if not isinstance(found, Tensor) or found.numel() != 1:
             given = f"a tensor of {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
             raise UserError(f"the workload's loss is {given}; let it return the mean, as a tensor of one number")
-        return found
+        return found.reshape(())
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from farflung.errors import UserError
+from farflung.workloads.batches import Batch as Batch
+from farflung.workloads.batches import to as to
 
 if TYPE_CHECKING:
     from farflung.workloads.dealing import Deal
 
-Batch = Any
-"""Some samples: a tensor, or a tuple, list or dict of tensors."""
 Ids = NDArray[np.int64]
 """Numbers of samples."""
 Reshape = Callable[[Any], None]
@@ -288,12 +288,3 @@ def held_out_of(workload: Divisible) -> dict[str, range]:
 
 Forward = Callable[[Tensor, Callable[[Tensor], Tensor], int], Tensor]
 """Takes a batch, what picks numbers of the model's output for it, and how many: flat float64, on the CPU."""
-
-
-def to(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device. The host does not wait for the copy from pinned memory to a GPU."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type == "cuda")
-    if isinstance(batch, Mapping):
-        return {key: to(value, device) for key, value in batch.items()}
-    return type(batch)(to(value, device) for value in batch)
