@@ -28,7 +28,9 @@ from farflung.tables import (
     BETWEEN_PEERS,
     Checked,
     MayDiffer,
+    as_hinted,
     flattened,
+    hints_of,
     new_names,
     rule_of,
     setting,
@@ -212,7 +214,8 @@ class Settings:
         for name, table in (vars(self) | tables).items():
             known = {one.name for one in dataclasses.fields(table)} & values.keys()
             if known:
-                tables[name] = replace(table, **{key: values.pop(key) for key in known})
+                hints = hints_of(type(table))
+                tables[name] = replace(table, **{key: as_hinted(hints[key], values.pop(key)) for key in known})
         if values:
             raise UserError(f"there is no setting {(key := next(iter(values)))!r}{suggestion(key, list(self.flat()))}")
         return replace(self, **tables)

@@ -190,9 +190,35 @@ def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Lines of TOML; values that are unset (None) are left out."""
-    # JSON's numbers, booleans and strings are valid TOML, but for one character that only JSON leaves as it is.
-    written = {key: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") for key, value in values.items()}
+
+    def text(value: Any) -> str:
+        # JSON's numbers, booleans and strings are valid TOML, but for one character that only JSON leaves as it is, and
+        # numbers that are not finite.
+        as_json = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return str(value) if isinstance(value, float) else as_json
+
+    written = {key: text(value) for key, value in values.items()}
     return "".join(f"{key} = {text}\n" for key, text in written.items() if values[key] is not None)
+
+
+def in_toml(hint: Any) -> bool:
+    """Whether values of a type can be written to TOML and read again, where None is what is unset."""
+    parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
+    if typing.get_origin(hint) is Literal:
+        return {type(part) for part in parts} <= {str, int, bool}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return all(in_toml(part) for part in parts if part is not types.NoneType)
+    if typing.get_origin(hint) in (list, tuple):
+        return all(in_toml(part) and types.NoneType not in typing.get_args(part) for part in parts)
+    return hint in (str, int, float, bool)
+
+
+def as_hinted(hint: Any, value: Any) -> Any:
+    """A value as a setting's type has it: TOML has lists where a setting may have a tuple."""
+    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+        inner = [part for part in typing.get_args(hint) if part is not Ellipsis]
+        return tuple(as_hinted(inner[min(place, len(inner) - 1)], one) for place, one in enumerate(value))
+    return value
 
 
 def tell_renamed(old: str, new: str) -> None:
