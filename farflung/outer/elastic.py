@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.networks.base import ALONE, CORE_ONLY, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
 from farflung.outer.exchange import Exchange
+from farflung.outer.fragments import Weights
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result, Round
@@ -275,22 +276,41 @@ class ElasticLoop(OuterLoop):
 
     @torch.no_grad()
     def take(self, state: SharedState) -> None:
-        """Loads other replicas' state; pending rounds here are dropped. Raises UserError."""
+        """Loads other replicas' state, or what still counts of it; these rounds' pending ones are dropped.
+
+        Raises UserError.
+        """
         if not self._begun:
             self._begin()
-        self._take_shared(state)
-        self._rounds.pending.clear()
+        counts = self._counting_of(int(state.facts["step"]))
+        self._take_shared(state, [self._weights[sync.index] for sync in counts])
+        taken = {sync.index for sync in counts}
+        self._rounds.pending[:] = [pending for pending in self._rounds.pending if pending.fragment not in taken]
         self.step = max(self.step, int(state.facts["step"]))
-        self._history = state.facts.get("history", "")
+        if len(counts) == len(self._rounds.syncs):
+            self._history = state.facts.get("history", "")
         self._begun = self._belongs = True
-        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+        for sync in counts:
+            weights = self._weights[sync.index]
             weights.write(weights.anchor)
             self._along.taken(sync, weights)
             sync.skip_to(self.step + 1)
+            self._said_behind.pop(sync.index, None)
         if self._clock:
             self._clock.jump(self.step)
 
-    def _take_shared(self, state: SharedState) -> None:
+    def _counting_of(self, step: int) -> list[Sync[Tensor]]:
+        """The fragments that others' state of a step counts for.
+
+        All, for a replica that has none of its own. Else those in which it is behind, if their last round had landed
+        then: while a state comes, rounds of other fragments land, and what was right of these would be lost.
+        """
+        if not self._has_averaged or step > self.step:
+            return self._rounds.syncs
+        behind = (self._rounds.syncs[index] for index in self._said_behind)
+        return [sync for sync in behind if step > sync.next_start - sync.every_steps + sync.delay_steps]
+
+    def _take_shared(self, state: SharedState, into: Sequence[Weights]) -> None:
         """Raises UserError in all of a replica's processes, where it does not fit in the first."""
         assert self.method.outer is not None
         fault = ""
@@ -301,7 +321,7 @@ class ElasticLoop(OuterLoop):
         if fault := self._lead(fault):
             raise UserError(fault)
         own = {cell.name for cell in self._cells_here()}
-        take_shared(self._weights, self._near.dealt_out(state.tensors, lambda name: name.partition(OF)[2] in own))
+        take_shared(into, self._near.dealt_out(state.tensors, lambda name: name.partition(OF)[2] in own))
 
     @torch.no_grad()
     def catch_up(self, wait: float) -> bool:
