@@ -232,3 +232,21 @@ def test_what_a_workload_returns_is_looked_at(change: dict[str, Any], words: str
     island = WholeIsland(IslandSettings(), workload, workload.build(0), nowhere, nowhere, 0, torch.device("cpu"))
     with pytest.raises(UserError, match=words):
         island.loss(torch.ones(1, 1)) if "loss" in change else island.sample()
+
+
+BROKEN = """
+class Broken(Guess):
+    def sample(self, model, seed, device):
+        raise RuntimeError("no picture")
+"""
+
+
+@pytest.mark.slow
+def test_a_sample_that_cannot_be_made_costs_no_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(MODULE.read_text() + BROKEN)
+    alone = ("--network", "torch", "--replicas", "1", "--method", "local", "--steps", "4", "--text-share", "0")
+    assert run_here(monkeypatch, tmp_path, "train", "--workload", "broken:Broken", *alone, "--out", "run") != 0
+    assert "no picture" in capfd.readouterr().err
+    assert checkpoint.average_of(tmp_path / "run").is_file()

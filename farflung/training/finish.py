@@ -186,14 +186,11 @@ def write_results(trainer: Trainer, summary: dict[str, Any], tells: bool) -> Non
 
     Raises NoRoomError, when the disk stays full.
     """
-    sample, average = trainer.island.sample(), _average(trainer.island)
-
-    def write() -> None:
-        if tells:
-            _write_summary(trainer.folder, summary, sample)
-        checkpoint.write(checkpoint.average_of(trainer.folder, trainer.island.part_stem), average)
-
-    _keep_trying(write, trainer, json.dumps(summary))
+    path, average = checkpoint.average_of(trainer.folder, trainer.island.part_stem), _average(trainer.island)
+    _keep_trying(lambda: checkpoint.write(path, average), trainer, json.dumps(summary))
+    sample = trainer.island.sample()  # which a workload of the user's own may fail to make
+    if tells:
+        _keep_trying(lambda: _write_summary(trainer.folder, summary, sample), trainer, json.dumps(summary))
 
 
 def write_events(trainer: Trainer) -> None:
