@@ -99,6 +99,18 @@ def test_while_the_folder_has_gone_peers_are_alone_and_then_meet_again(tmp_path:
     assert len(run.told) == 4
 
 
+def test_the_last_one_takes_along_what_a_server_left_that_was_stopped_while_it_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with seats(folder.as_uri(), tmp_path, 2) as run:
+        (where,) = folder.iterdir()
+        whole = max(where.iterdir(), key=lambda path: len(path.name))
+        (where / f"{whole.name}.0000000012").write_bytes(b"a part")
+        run.look()
+        run.leave(run.open[0])
+        assert any(path.name.endswith(".0000000012") for path in where.iterdir()), "somebody may still need it"
+    assert not any(path.is_file() for path in folder.rglob("*"))
+
+
 def test_a_folder_is_where_its_url_says_for_everybody_with_spaces_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

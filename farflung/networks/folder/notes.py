@@ -47,7 +47,8 @@ class Written:
 class Listing:
     """What was there, when a listing was asked for.
 
-    In `fixed` are the names that tell nothing: those that all know beforehand, and those of files that are not whole.
+    In `fixed` are the names that tell nothing: those that all know beforehand, and those of what is not whole or counts
+    for nothing, as what a server leaves that was stopped while it wrote.
     """
 
     at: float = float("-inf")
@@ -226,6 +227,8 @@ class Notes:
                 fixed.add(name)
             elif (one := self._known_as(name, size, began)) is not None:
                 written.append(one)
+            else:
+                fixed.add(name)
         for name in self._known.keys() - names.keys():
             del self._known[name]
             self._remember(name, began)
