@@ -79,10 +79,9 @@ class Presence:
         """Why this peer cannot stay in the run."""
         self.away: str = ""
         """Why the folder cannot be reached now."""
-        session = os.urandom(4)
         self.info: Frame = {
             "protocol": PROTOCOL.version,
-            "session": session.hex(),
+            "session": (session := os.urandom(4)).hex(),
             "began": time.time(),
             "listed": listed,
             "addresses": [],
@@ -93,8 +92,8 @@ class Presence:
         }
         self.members = Members(self.info, self.guard)
         self.traffic = Traffic()
-        seals = Seals(ticket.secret, identity)
         store = Store(f"{ticket.folder}/{ticket.run}", patience_s, self.traffic)
+        seals = Seals(ticket.secret, identity)
         self.notes = Notes(store, seals, identity.rank, int.from_bytes(session), self.guard)
         self.pool, self.readers = ThreadPoolExecutor(AT_A_TIME, "folder"), ThreadPoolExecutor(READERS, "reading")
         self.tidying: list[Callable[[Listing], None]] = []
@@ -104,8 +103,7 @@ class Presence:
         """What those who are there say of themselves, by rank and session, and when it was read."""
         self._heard: dict[int, int] = {}
         """The number of each member's newest note."""
-        self._began = float("inf")
-        """When it had looked for the first time."""
+        self._began = float("inf")  # when it had looked for the first time
         self._absent: dict[int, float] = {}
         """Of whom nothing is there, and since when."""
         self._checked: dict[str, bool] = {}
