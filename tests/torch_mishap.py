@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from patience import patience
 from torch import Tensor, nn
 from torch_shard import Model, batch, sharded, whole
 
@@ -219,6 +221,9 @@ def fewer(everyone: TorchNetwork, method: methods.Method) -> Any:
                 optimizer.step()
                 optimizer.zero_grad()
         except PeerLostError as error:
+            everyone.store.set(f"told {everyone.rank}", "")
+            if everyone.rank == 0:  # it keeps the store, in which the others look who has left
+                everyone.store.wait(["told 1", "told 2"], timedelta(seconds=patience(30)))
             return rounds, str(error), None
         outer.finish(average_weights=not isinstance(outer, GradientLoop))
     return rounds, "", whole(model)
