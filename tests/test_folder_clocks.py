@@ -9,24 +9,27 @@ from pathlib import Path
 import pytest
 from folder_seats import seats
 
-from farflung.networks.folder import presence, states
+from farflung.networks.folder import FolderNetwork, presence, states
 from farflung.networks.folder.sealing import Kind
+
+
+def silent(network: FolderNetwork) -> FolderNetwork:
+    """A member whose beats do not come between."""
+    network.peers._over.set()
+    network.peers._thread.join()
+    return network
 
 
 def test_one_whose_clock_is_hours_ahead_removes_what_it_has_seen_for_long_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seats((tmp_path / "store").as_uri(), tmp_path, 1) as run:
-        (one,) = run.open
-        one.peers._over.set()  # no beat comes between
-        one.peers._thread.join()
+        one = silent(run.open[0])
         said = one.peers.said
         one.peers.notes.post(Kind.PIECE, lambda **who: replace(said(**who), subject=b"of a state  "), [b"a piece"])
         clock = time.time
         monkeypatch.setattr(time, "time", lambda: clock() + 3 * 3600)
-        ahead = run.sit("ahead")
-        ahead.peers._over.set()
-        ahead.peers._thread.join()
+        ahead = silent(run.sit("ahead"))
 
         def left() -> set[Kind]:
             ahead.peers._tidy(ahead.peers.look(time.monotonic()))
@@ -44,9 +47,7 @@ def test_one_whose_clock_is_hours_ahead_takes_nothing_of_the_others_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seats((tmp_path / "store").as_uri(), tmp_path, 1) as run:
-        (one,) = run.open
-        one.peers._over.set()  # no beat comes between
-        one.peers._thread.join()
+        one = silent(run.open[0])
         clock = time.time
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda: clock() + 3 * 3600)

@@ -291,14 +291,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         yield f"{name} is not tried: {missing(name)}"
     stores = [name for name in options.stores if not missing(name)]
     places = ["internet", *stores] if options.internet else stores
-    columns = {
-        "method": "",
-        "through": "",
-        "loss": ".4f",
-        "met": ".0%",
-        "always together: alike": "",
-        "left": "",
-    }
+    columns = {"method": "", "through": "", "loss": ".4f", "met": ".0%", "always together: alike": "", "left": ""}
     rows = (calm(options, store, method, name) for method in options.methods for name in places)
     if options.calm:
         yield Table(columns, rows, f"{options.peers} peers, {options.steps} steps")

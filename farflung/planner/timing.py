@@ -9,7 +9,7 @@ import contextlib
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -215,7 +215,9 @@ class Timer:
                     if self.work:
                         yield self.work
                     continue
-                yield from self._wait_for(hidden.pop(due.index, []))
+                began = self._cluster.clock.now
+                yield from _unsettled(hidden.pop(due.index, []))
+                self._result.blocked += self._cluster.clock.now - began
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
                     due.stop()
@@ -224,9 +226,7 @@ class Timer:
         result.steps = round(sum(self._steps) / len(self._steps))
         result.computed -= trailing
         result.lasted = max(result.lasted, self._cluster.clock.now - trailing)
-        for collective in itertools.chain.from_iterable(hidden.values()):  # sent, and no part of the rounds' time
-            if not collective.settled:
-                yield collective
+        yield from _unsettled(itertools.chain.from_iterable(hidden.values()))  # sent, and no part of the rounds' time
 
     def _compute(self, computation: StepTimes, step: int, until: int) -> Generator[float, None, tuple[int, float]]:
         """Trains from a step on until another, or to the end of the step in which the clock comes to a moment.
@@ -265,21 +265,11 @@ class Timer:
             group = self._group(rank, label, added.topology)
             if collective := self._join(rank, group, label, self._dense_traffic, partial(self._bytes_besides, added)):
                 (hidden if added.hidden else under_way).append(collective)
-        for collective in under_way:
-            if not collective.settled:
-                yield collective
+        yield from _unsettled(under_way)
         return hidden
 
     def _bytes_besides(self, added: Added, members: int) -> float:
         return added.nbytes / self.method.schedule.fragments
-
-    def _wait_for(self, collectives: list[SimulatedCollective]) -> Generator[SimulatedCollective, None, None]:
-        """Waits for some exchanges, which no round's time counts."""
-        began = self._cluster.clock.now
-        for collective in collectives:
-            if not collective.settled:
-                yield collective
-        self._result.blocked += self._cluster.clock.now - began
 
     def _note(self, pending: PendingRound[float, SimulatedCollective | None], began: float) -> None:
         """One replica applies a round now, having waited for it since `began`."""
@@ -317,6 +307,13 @@ class Timer:
                 yield demand
 
         return self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
+
+
+def _unsettled(collectives: Iterable[SimulatedCollective]) -> Generator[SimulatedCollective, None, None]:
+    """Those to wait for, one after the other."""
+    for collective in collectives:
+        if not collective.settled:
+            yield collective
 
 
 @contextlib.contextmanager

@@ -93,9 +93,15 @@ class Store:
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless there is one; whether it has. Raises StoreAwayError."""
-        began = time.monotonic()
+        began = 0.0
+
+        def write() -> None:
+            nonlocal began
+            began = time.monotonic()
+            self._into_folder(self._write if self._kind.rename else self._new, name, content)
+
         try:
-            self._asked(lambda: self._into_folder(self._write if self._kind.rename else self._new, name, content))
+            self._asked(write)
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
