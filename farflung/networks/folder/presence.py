@@ -144,10 +144,13 @@ class Presence:
 
     def _others(self, listing: Listing) -> bool:
         """Whether anybody else is there: who is heard, or writes though it was never heard, as with another clock."""
-        others = (one for one in listing.written if one.note.rank != self.identity.rank)
-        there = {one.note.rank: one.seen for one in others if one.note.kind not in STAYING}
-        unheard = there.keys() - self.members.by_rank.keys()
-        return any(map(self.found, there)) or any(there[rank] > self._began for rank in unheard)
+        for one in listing.written:
+            rank = one.note.rank
+            if rank == self.identity.rank or one.note.kind in STAYING:
+                continue
+            if self.found(rank) or (rank not in self.members.by_rank and one.seen > self._began):
+                return True
+        return False
 
     def _remove(self, which: Callable[[Written], bool], fixed: Iterable[str]) -> None:
         """Removes objects now. Raises StoreAwayError."""
