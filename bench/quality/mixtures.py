@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.lib.experts import Division, Trained
 from bench.lib.runs import Runs, around
+from bench.lib.sources import CHAINS, sources
 from bench.lib.store import Settings, Store
 from bench.lib.table import Part, Table
 from bench.lib.training import save_llama
@@ -29,9 +29,6 @@ from farflung.networks import SimulatedNetwork
 from farflung.workloads import store as stores
 from farflung.workloads.tokenizers import Bytes
 
-LETTERS, SPREAD = 64, 0.15
-"""Of a chain, and how evenly a letter is followed by the others (Dirichlet)."""
-CHAINS, FIRST = 64, ord("0")
 WAYS = ("dense", "mixture", "told the source", "random split")
 
 
@@ -86,7 +83,7 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             pure, losses, floors = [], [], []
             for seed in options.seeds:
                 folder = store.scratch / f"{count} sources, {options.tokens} tokens, seed {seed}"
-                floors.append(write_sources(folder, count, options, seed))
+                floors.append(_write_sources(folder, count, options, seed))
                 settings = _settings(folder, options, seed, _model(store, options.width // 2))
                 pure.append(store.once(_named(options, count), seed, partial(_split, settings)))
                 losses.append(_losses(runs, settings, common, options.steps))
@@ -98,35 +95,13 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             yield Table(dict.fromkeys(("", "loss"), ""), lines, title)
 
 
-def write_sources(folder: Path, count: int, options: Options, seed: int) -> float:
+def _write_sources(folder: Path, count: int, options: Options, seed: int) -> float:
     """Writes a text of each source, a quarter more than is trained on; the mean entropy, in nats a token."""
     folder.mkdir(parents=True, exist_ok=True)
-    chance, entropies = np.random.default_rng((seed, count)), []
-    for number in range(count):
-        table = chance.dirichlet(np.full(LETTERS, SPREAD), size=LETTERS)
-        entropies.append(entropy(table))
-        letters = walk(table, options.tokens * 5 // 4 // count // CHAINS + options.length, chance)
-        (folder / f"{number}.txt").write_bytes((letters + FIRST).astype(np.uint8).tobytes())
-    return float(np.mean(entropies))
-
-
-def walk(table: NDArray[np.float64], length: int, chance: np.random.Generator) -> NDArray[np.int64]:
-    """CHAINS walks of a Markov chain, one after the other."""
-    ends, at = table.cumsum(axis=1), chance.integers(LETTERS, size=CHAINS)
-    found = np.empty((length, CHAINS), dtype=np.int64)
-    for step in range(length):
-        found[step] = at
-        at = np.minimum((ends[at] < chance.random((CHAINS, 1))).sum(axis=1), LETTERS - 1)
-    return found.T.flatten()
-
-
-def entropy(table: NDArray[np.float64]) -> float:
-    """Of a chain's next letter, in nats, where letters are as often as they are in the long run."""
-    often = np.full(LETTERS, 1 / LETTERS)
-    for _ in range(1000):
-        often = often @ table
-    logs = np.log(table, where=table > 0, out=np.zeros_like(table))
-    return float(-(often[:, None] * table * logs).sum())
+    found = sources(count, CHAINS * (options.tokens * 5 // 4 // count // CHAINS + options.length), seed)
+    for number, source in enumerate(found):
+        (folder / f"{number}.txt").write_bytes(source.text.tobytes())
+    return float(np.mean([source.entropy for source in found]))
 
 
 def _named(options: Options, count: int) -> Settings:
@@ -140,11 +115,11 @@ def _model(store: Store, width: int) -> str:
 
 
 def _settings(folder: Path, options: Options, seed: int, router: str) -> SplitSettings:
-    sources = sorted(map(str, folder.glob("*.txt")))
+    texts = sorted(map(str, folder.glob("*.txt")))
     return SplitSettings(
-        data=tuple(sources),
+        data=tuple(texts),
         out=folder / f"mix-{options.rounds}-{options.router_sequences}",
-        experts=len(sources),
+        experts=len(texts),
         sequence_length=options.length,
         prefix=options.prefix,
         rounds=options.rounds,

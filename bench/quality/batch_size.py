@@ -1,0 +1,88 @@
+"""Does training with few rounds bear larger batches than synchronous training?
+The same tokens in batches 1, 2, 4 and 8 times as large, and so in fewer steps. The baseline is ddp, of which each
+optimizer's rows are told beside its loss at the smallest batch; learning rates are of one search with one budget for
+each row and batch. Takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+
+from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.search import AXES, START, WITH_MUON, tune
+from bench.lib.store import Result, Settings, Store
+from bench.lib.table import Cell, Part, Table
+
+WAYS: dict[str, Settings] = {
+    "ddp, AdamW": {"method": "ddp", "inner": "adamw"},
+    "ddp, Muon": {"method": "ddp", "inner": "muon"},
+    "DiLoCo, AdamW": {"method": "diloco", "inner": "adamw"},
+    "DiLoCo, Muon": {"method": "diloco", "inner": "muon"},
+    "NoLoCo, Muon": {"method": "noloco", "inner": "muon"},
+}
+BATCH = 8
+"""Sequences in a step of a replica, at the smallest."""
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int = 800
+    """Inner steps of each replica with the smallest batch."""
+    factors: tuple[int, ...] = (1, 2, 4, 8)
+    """How many times as large batches are."""
+    every: int = 5
+    """Inner steps between rounds, for all batches."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each row for each; the search uses the first."""
+    budget: int = 4
+    """Runs that the search of each learning rate may make."""
+    model: str = "micro"
+    """What is trained."""
+    replicas: int = 8
+    """Copies of the model."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    """Which rows to make."""
+
+    def of(self, way: str, factor: int) -> Settings:
+        """A row's settings before it is tuned; it warms up over as many tokens as with the smallest batch."""
+        steps = self.steps // factor
+        rounds = {} if WAYS[way]["method"] == "ddp" else {"every": self.every}
+        larger = {"batch_size": BATCH * factor, "warmup": max(1, self.steps // 20 // factor)}
+        return regime(steps, self.model, self.replicas) | WAYS[way] | rounds | larger
+
+
+SMOKE = Options(steps=8, factors=(1, 2), every=2, seeds=(0,), budget=1, replicas=2, ways=("ddp, Muon", "DiLoCo, Muon"))
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    keys = list(product(options.ways, options.factors))
+    with Runs(store, {}) as runs, ThreadPoolExecutor(len(keys)) as threads:
+
+        def row(key: Key) -> tuple[Settings, dict[int, Result]]:
+            way, factor = key
+            begin = WITH_MUON if WAYS[way]["inner"] == "muon" else START
+            name = f"{way}, {factor} times the batch, {options.steps} steps"
+            found = tune(runs, name, options.of(way, factor), options.budget, options.seeds[0], AXES[:1], begin)
+            return found, runs.on_seeds(found, options.seeds)
+
+        found = dict(zip(keys, threads.map(row, keys), strict=True))
+    columns = ("", "batch", "loss", "to its smallest", "to ddp", "tuned to")
+    title = f"{options.replicas} replicas, the tokens of {options.steps} steps of {BATCH} sequences each"
+    yield Table(dict.fromkeys(columns, ""), [line(key, found, options) for key in keys], title)
+
+
+def line(key: Key, found: dict[Key, tuple[Settings, dict[int, Result]]], options: Options) -> tuple[Cell, ...]:
+    """A row, beside its own smallest batch, and beside ddp with the same optimizer and batch."""
+    way, factor = key
+    settings, results = found[key]
+    smallest = found[way, options.factors[0]][1]
+    ddp = f"ddp, {way.partition(', ')[2]}", factor
+    losses = around((one["validation_loss"] for one in results.values()), 4)
+    beside = [f"{mean(changes(results, base)):+.1f} %" for base in (smallest, found[ddp][1])]
+    return way, BATCH * factor, losses, *beside, in_words({"lr": settings["lr"]})

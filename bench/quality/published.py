@@ -1,0 +1,80 @@
+"""Is NoLoCo better than DiLoCo at equal steps, as its paper says?
+Both with the outer settings that it names, AdamW, a warm-up of a twenty-fifth and a cosine to a tenth; rounds every 50
+and 100 steps, from few rounds to as many as there are in the paper. The baseline is ddp, and learning rates are of one
+search with one budget for each row and length. Takes about six hours on two cores, nearly all of it for 250 rounds;
+what is made is kept, so that it can be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import mean
+
+from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.search import AXES, START, tune
+from bench.lib.store import Result, Settings, Store
+from bench.lib.table import Cell, Part, Table
+
+NOLOCO: Settings = {"method": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5}
+DILOCO: Settings = {"method": "diloco", "outer_lr": 0.7}
+WAYS: dict[str, Settings] = {
+    "ddp": {"method": "ddp"},
+    "DiLoCo, every 50": DILOCO | {"every": 50, "outer_momentum": 0.5},
+    "DiLoCo, every 100": DILOCO | {"every": 100, "outer_momentum": 0.5},
+    "DiLoCo, every 100, momentum 0.9": DILOCO | {"every": 100, "outer_momentum": 0.9},
+    "NoLoCo, every 50": NOLOCO | {"every": 50},
+    "NoLoCo, every 100": NOLOCO | {"every": 100},
+}
+"""Momentum 0.9 is that of DiLoCo's own paper."""
+EVERY = 50
+"""Steps of what is called a round in lengths."""
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: tuple[int, ...] = (16, 64, 250)
+    """Lengths: so many times 50 steps."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each row for each; the search uses the first."""
+    budget: int = 3
+    """Runs that the search of each learning rate may make."""
+    model: str = "micro"
+    """What is trained."""
+    replicas: int = 8
+    """Copies of the model."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    """Which rows to make."""
+
+    def of(self, way: str, rounds: int) -> Settings:
+        """A row's settings before it is tuned."""
+        steps = rounds * EVERY
+        return regime(steps, self.model, self.replicas) | {"inner": "adamw", "warmup": steps // 25} | WAYS[way]
+
+
+SMOKE = Options(rounds=(2,), seeds=(0,), budget=1, replicas=2, ways=("DiLoCo, every 50", "NoLoCo, every 50"))
+
+
+def run(options: Options, store: Store) -> Iterator[Part]:
+    with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
+        for rounds in sorted(options.rounds):
+
+            def row(way: str, rounds: int = rounds) -> tuple[Settings, dict[int, Result]]:
+                settings, name = options.of(way, rounds), f"{way}, {rounds} rounds"
+                found = tune(runs, name, settings, options.budget, options.seeds[0], AXES[:1], START)
+                return found, runs.on_seeds(found, options.seeds)
+
+            found = dict(zip(options.ways, threads.map(row, options.ways), strict=True))
+            columns = ("method", "loss", "to DiLoCo, every 50", "replicas apart", "tuned to")
+            title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
+            yield Table(dict.fromkeys(columns, ""), [line(way, found) for way in options.ways], title)
+
+
+def line(way: str, found: dict[str, tuple[Settings, dict[int, Result]]]) -> tuple[Cell, ...]:
+    """A row, beside DiLoCo's with as many rounds as NoLoCo's."""
+    settings, results = found[way]
+    losses = around((one["validation_loss"] for one in results.values()), 4)
+    apart = f"{mean(one.get('weight_spread') or 0 for one in results.values()):.4f}"
+    beside = f"{around(changes(results, found['DiLoCo, every 50'][1]), 2, '+')} %"
+    return way, losses, beside, apart, in_words({"lr": settings["lr"]})
