@@ -51,12 +51,17 @@ class Options:
 
 SMOKE = Options(data="synthetic", clicks=400, batches=(32,), seeds=(0,))
 
-IN_2_BITS = ErrorFeedback(Threshold(share=0.01) | Quantize(bits=2))
+
+def in_2_bits(share: float) -> Method:
+    """Dynamic thresholds, with the values that they keep in 2 bits."""
+    return methods.dynamic_threshold(codec=ErrorFeedback(Threshold(share=share) | Quantize(bits=2)))
+
 
 COPIED: dict[str, Callable[[], Method]] = {
     "copied, all gradients": methods.ddp,
     "copied, 1%": methods.dynamic_threshold,
-    "copied, 1% in 2 bits": lambda: methods.dynamic_threshold(codec=IN_2_BITS),
+    "copied, 1% in 2 bits": lambda: in_2_bits(0.01),
+    "copied, 1.9% in 2 bits": lambda: in_2_bits(0.019),
 }
 DEALT: dict[str, Callable[[], Crossing]] = {
     "dealt, all pooled": lambda: LargestOfSample(1.0),
