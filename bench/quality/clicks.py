@@ -68,6 +68,7 @@ DEALT: dict[str, Callable[[], Crossing]] = {
     "dealt, distinct rows": DistinctRows,
     "dealt, rows in int8": lambda: DistinctRows("int8"),
     "dealt, rows in int4": lambda: DistinctRows("int4"),
+    "dealt, rows in 3 bits": lambda: DistinctRows("stat3"),
     "dealt, largest 12.5%": lambda: LargestOfSample(0.125),
     "dealt, largest 5%": lambda: LargestOfSample(0.05),
 }
