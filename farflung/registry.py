@@ -67,6 +67,9 @@ class Registry(Mapping[str, T]):
         """Raises UserError for a name that there is not."""
         if name not in self and not self._is_path(name):
             raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
+        if name not in self and not _is_import_path(name):
+            told = "which names nothing in a module; give MODULE:NAME, such as mypackage.module:Mine"
+            raise UserError(f"the {self.kind} is {name!r}, {told}")
 
     def usable(self) -> Iterator[tuple[str, T]]:
         """All, farflung's own first, but for those of packages that cannot be used; each of these is told of once."""
@@ -118,6 +121,11 @@ class Registry(Mapping[str, T]):
             told = f"{_named(self.kind, entry)} cannot be loaded ({why}); {remedy}"
             raise UserError(told) from error
         return loaded
+
+
+def _is_import_path(path: str) -> bool:
+    module, _, name = path.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 def _package(entry: EntryPoint) -> str:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from own_workload import Guess, GuessSettings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from farflung.errors import UserError
+from farflung.networks import SimulatedNetwork
+from farflung.networks.settings import NetworkSettings
+from farflung.pipeline.assemble import assemble
 from farflung.pipeline.island import WholeIsland
+from farflung.pipeline.mesh import Mesh
 from farflung.pipeline.settings import IslandSettings
 from farflung.workloads.batches import mapped, to
 from farflung.workloads.dealing import ALL
@@ -100,3 +106,65 @@ def test_a_loss_may_have_a_dimension_of_one() -> None:
 def test_a_loss_that_nothing_can_be_learnt_from_is_told(spoil: Any) -> None:
     with pytest.raises(UserError, match="loss does not depend on what is trained; let it return floats that the model"):
         _island(loss=lambda self, model, batch: spoil(Guess.loss(self, model, batch))).gradients(1)
+
+
+def _weighed(weights: list[Any], loss: Any = Guess.loss) -> WholeIsland:
+    """An island whose microbatches weigh so much."""
+    left = iter(weights)
+    island = _island(weight=lambda self, batch: next(left), loss=loss)
+    island.settings = IslandSettings(microbatches=len(weights), clip=0.0)
+    return island
+
+
+@pytest.mark.parametrize("none", [0, 0.0, torch.zeros(())])
+def test_a_microbatch_that_weighs_nothing_is_left_out(none: Any) -> None:
+    """Its loss may be NaN, as a mean of nothing is."""
+
+    def loss(self: Guess, model: nn.Linear, batch: Tensor) -> Tensor:
+        return model.bias.sum() * (1.0, math.nan, 3.0)[int(batch[0])]
+
+    island = _weighed([1, none, torch.tensor(3.0)], loss)
+    island.workload.sample_ids = lambda *_: np.arange(3)  # type: ignore[method-assign]
+    island.model.bias.data.fill_(1.0)
+    loss, fault = island.gradients(1)
+    assert (loss, fault) == (0.25 * 1 + 0.75 * 3, "")
+    assert island.model.bias.grad.tolist() == [2.5]
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [torch.zeros(()), 0.0]])
+def test_a_step_of_which_nothing_weighs_has_no_loss_and_no_gradients(weights: list[Any]) -> None:
+    island = _weighed(weights)
+    loss, fault = island.gradients(1)
+    assert math.isnan(loss) and not fault
+    assert all(parameter.grad is None for parameter in island.model.parameters())
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "a", None, torch.ones(3)])
+def test_a_weight_that_is_none_is_told(weight: Any) -> None:
+    with pytest.raises(UserError, match=r"the workload's weight of a batch is .*; let it return a number, of at least"):
+        _weighed([1, weight]).gradients(1)
+
+
+def _assembled(**change: Any) -> None:
+    workload: Any = type("Changed", (Guess,), change)(GuessSettings(), ALL)
+    network = SimulatedNetwork.alone()
+    assemble(IslandSettings(), workload, network, Mesh.alike(1), 0, NetworkSettings(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("units", [0, -1, 1.5, math.nan, "a", None])
+def test_units_that_no_sample_has_are_told(units: Any) -> None:
+    _assembled()
+    with pytest.raises(UserError, match=r"units_per_sample is .*; let it be a whole number, of at least 1"):
+        _assembled(units_per_sample=units)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Identity(), "is a Identity that has no parameters; let build give one to train"),
+        (nn.Linear(1, 1).requires_grad_(False), "is a Linear that has 2 parameters, and none of them requires a grad"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_told(model: nn.Module, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _assembled(build=lambda self, seed, reshape=None: model)

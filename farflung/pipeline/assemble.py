@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from farflung.errors import UserError
+from farflung.hooks.trained import trainable
 from farflung.networks import Network, SimulatedNetwork, TorchNetwork
 from farflung.networks.settings import NetworkSettings
 from farflung.pipeline.compiling import compile_layers
@@ -38,6 +40,7 @@ def assemble(
     settings = settings.of(mesh.shape(replicas.rank))
     if settings.processes == 1 and not settings.offload:
         model = training(workload.build(seed), settings).to(device)
+        check_made(workload, model)
         place, ahead = MeshCoordinates(replicas.rank), not network.timed  # thousands may be simulated
         whole = (settings, workload, model, mesh, place, seed, device, ahead)
         if settings.batched_replicas and isinstance(network, SimulatedNetwork):
@@ -76,3 +79,14 @@ def training(model: Any, settings: IslandSettings) -> Any:
     if settings.compile:
         compile_layers(model)
     return model.train()
+
+
+def check_made(workload: Workload, model: Any) -> None:
+    """Refuses samples that no units are in, and a model of which nothing is trained. Raises UserError."""
+    units = workload.units_per_sample
+    if not (isinstance(units, Integral) and units >= 1):
+        raise UserError(f"the workload's units_per_sample is {units!r}; let it be a whole number, of at least 1")
+    if not trainable(model):
+        found = len(list(model.parameters()))
+        what = f"has {found} parameters, and none of them requires a gradient" if found else "has no parameters"
+        raise UserError(f"the workload's model is a {type(model).__name__} that {what}; let build give one to train")

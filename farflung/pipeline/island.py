@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -120,6 +120,22 @@ class Island(Protocol):
         ...
 
 
+def shares_of(weights: Sequence[Any]) -> list[float]:
+    """The share of each microbatch in a step's loss; 0 of all, where none has anything to learn. Raises UserError."""
+    for weight in weights:
+        try:
+            good = 0 <= float(weight) < math.inf
+        except (TypeError, ValueError, RuntimeError):
+            good = False
+        if not good:
+            raise UserError(
+                f"the workload's weight of a batch is {weight!r}; let it return a number, of at least 0, such as how "
+                "many tokens the batch's mean loss was taken over"
+            )
+    numbers = [float(weight) for weight in weights]
+    return [number / (sum(numbers) or 1.0) for number in numbers]
+
+
 @dataclass
 class WholeIsland(Island):
     """A replica that one process has all of; `seed` is that of batches and samples.
@@ -157,7 +173,10 @@ class WholeIsland(Island):
 
     def gradients(self, step: int) -> tuple[float, str]:
         """See Island."""
-        batches = self._ahead.at(step) if self._ahead else self.parts(step)
+        parts = self._ahead.at(step) if self._ahead else self.parts(step)
+        batches = [(batch, share) for batch, share in parts if share]  # of nothing, a mean loss is NaN
+        if not batches:
+            return math.nan, ""
         losses: list[Tensor] = []
         for number, (batch, share) in enumerate(batches, 1):
             loss = self.loss(batch) * share
@@ -201,13 +220,12 @@ class WholeIsland(Island):
         return values
 
     def parts(self, step: int) -> list[tuple[Batch, float]]:
-        """A step's microbatches, and the share of each in the step's loss."""
+        """A step's microbatches, and the share of each in the step's loss. Raises UserError."""
         settings, workload = self.settings, self.workload
         ids = workload.sample_ids(self.seed, self.coordinates.replica, step, settings.batch_size)
         batches = [workload.batch(part) for part in np.array_split(ids, settings.microbatches or 1)]
         weigh = getattr(workload, "weight", lambda _: 1)
-        weights = [weigh(batch) for batch in batches]
-        shares = [weight / sum(weights) for weight in weights]
+        shares = shares_of([weigh(batch) for batch in batches])
         return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
 
     def told_by_shards(self, fact: T) -> list[T]:

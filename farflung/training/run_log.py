@@ -88,6 +88,7 @@ class RunLog:
         """How its steps fit into its memory, as last told."""
         self._share_of_peak = 0.0
         """The share of the devices' peak that a unit a second is; 0 where it is not known."""
+        self._told_of_no_loss = False
         self._told_why_alone = set[str]()
         self._alone = 0
         """Rounds in a row that it has sat out while others were there."""
@@ -168,6 +169,12 @@ class RunLog:
                 peak_memory=None if network.timed else peak_memory(device),
             )
         )
+
+    def no_loss(self) -> None:
+        """An inner step had nothing to learn from, which is told once; in a swarm what is to be learnt comes later."""
+        if not (self._told_of_no_loss or self.settings.island.swarm):
+            self._told_of_no_loss = True
+            self.warn(f"all that step {self.progress.step} would learn from weighs 0, so that it changes nothing")
 
     def speed(self) -> dict[str, Any]:
         """The units a second since this process has started, the MFU where it is known, and where its time went."""

@@ -237,7 +237,9 @@ class Trainer:
         run = self.settings.run
         self.log.rate.count(self.log.units_per_step)
         self.log.learnt(self.island.ledger())
-        if loss is not None and (self.progress.trained % run.log_every == 0 or self.step >= run.steps):
+        if loss is None:
+            self.log.no_loss()
+        elif self.progress.trained % run.log_every == 0 or self.step >= run.steps:
             self.log.step(loss, lr, self.device)
             if self.writing.due():
                 self.log.text(self.writing, self.device)

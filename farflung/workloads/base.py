@@ -96,15 +96,16 @@ class Workload(Protocol):
     Where a model is judged by another figure than a loss in `measure`, it has `judged_by`, a
     `farflung.figure.Figure`.
     Where the microbatches of a step do not count the same, it has `weight(batch)`: what a batch's mean loss was taken
-    over, such as its number of tokens. Where they can be counted, it has `operations(recompute)`: those that training
-    on one unit takes, with all layers' forward passes computed twice or once. Where its samples are so many, and not
-    made anew, it has `available`: how many there are to train on; or, of several sources, `epochs(samples)`: how often
-    those of each come, by its name, in so many. Where its data may change, or comes piece by piece,
-    it has `known`: a table of what it has found out of it, by its names, which checkpoints keep, and a resumed run puts
-    back; a run that has found otherwise of a name meanwhile is refused. Where nobody is to wait for a piece any more,
-    it has `let_go()`. Where replicas may deal tables of embeddings out among themselves, it has `crossing`: how rows
-    cross between them, "" where each has all; and `tables_and_rest(model)`: the tables, which can be given out and
-    taken back as those of `clicks.model.Tables` can, and the module that is the rest.
+    over, such as its number of tokens; a batch of weight 0 is left out, and a step of such ones alone learns nothing.
+    Where they can be counted, it has `operations(recompute)`: those that training on one unit takes, with all layers'
+    forward passes computed twice or once. Where its samples are so many, and not made anew, it has `available`: how
+    many there are to train on; or, of several sources, `epochs(samples)`: how often those of each come, by its name, in
+    so many. Where its data may change, or comes piece by piece, it has `known`: a table of what it has found out of it,
+    by its names, which checkpoints keep, and a resumed run puts back; a run that has found otherwise of a name
+    meanwhile is refused. Where nobody is to wait for a piece any more, it has `let_go()`. Where replicas may deal
+    tables of embeddings out among themselves, it has `crossing`: how rows cross between them, "" where each has all;
+    and `tables_and_rest(model)`: the tables, which can be given out and taken back as those of `clicks.model.Tables`
+    can, and the module that is the rest.
     """
 
     Settings: Any
