@@ -27,7 +27,7 @@ from farflung.codecs import codec_named
 from farflung.errors import UserError
 from farflung.methods import Method, RoundSettings, chosen, defaults_of
 from farflung.networks import Conditions, Network, Simulation
-from farflung.outer import Schedule, Session
+from farflung.outer import RandomGroups, Schedule, Session
 from farflung.planner.timing import Timer
 from farflung.report.live import plain_line
 from farflung.report.read import Run
@@ -155,9 +155,44 @@ def test_messages_weigh_the_steps_behind_them(way: Any, codec: str) -> None:
     assert all(torch.equal(one, ended[0]) for one in ended)
 
 
-def test_where_all_have_as_many_steps_weights_change_no_bit() -> None:
+def test_who_has_sat_out_a_round_weighs_the_steps_of_both() -> None:
+    """Against means taken by hand: of three in pairs one is left over, whose next message holds all that it learnt."""
+
+    def work(network: Network) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
+        """The weights before each round, its group, and the weights after it."""
+        model, held, told = small_model(), list[Any](), list[tuple[Tensor, tuple[int, ...], Tensor]]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        method = Method(Schedule(2), topology=RandomGroups(), outer=partial(torch.optim.SGD, lr=1.0))
+        with method.attach(model, optimizer, network, weighting="steps", on_round=held.append) as outer:
+            while outer.step < 12:
+                trained = copy.deepcopy(model)
+                alone = torch.optim.SGD(trained.parameters(), lr=1e-2)
+                inner_steps(trained, alone, network.rank, range(outer.step, outer.step + 1))
+                inner_steps(model, optimizer, network.rank, range(outer.step, outer.step + 1))
+                if outer.step % 2 == 0:
+                    told.append((flat(trained), held[-1].group, flat(model)))
+        return told
+
+    replicas = Simulation(3).run(work)
+    anchors, steps, unlike = [flat(small_model())] * 3, [0] * 3, 0
+    for seen in zip(*replicas, strict=True):
+        steps = [one + 2 for one in steps]
+        moved = [anchor - before for anchor, (before, _, _) in zip(anchors, seen, strict=True)]
+        for rank, (before, group, after) in enumerate(seen):
+            mean = sum(steps[one] * moved[one] for one in group) / max(1, sum(steps[one] for one in group))
+            torch.testing.assert_close(after, anchors[rank] - mean if group else before, rtol=0, atol=1e-6)
+        pair = seen[0][1] or seen[1][1]
+        unlike += steps[pair[0]] != steps[pair[1]]
+        anchors = [after if rank in pair else anchors[rank] for rank, (_, _, after) in enumerate(seen)]
+        steps = [0 if rank in pair else count for rank, count in enumerate(steps)]
+    assert unlike
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("noloco", 4), ("diloco", 3)])
+def test_where_all_have_as_many_steps_weights_change_no_bit(name: str, replicas: int) -> None:
+    """So nobody may be left over in a round."""
     even, weighed = (
-        Simulation(3).run(trainer(lambda: methods.noloco(every=5), 4, weighting=weighting))
+        Simulation(replicas).run(trainer(lambda: made(name, every=5), 4, weighting=weighting))
         for weighting in ("even", "steps")
     )
     assert all(torch.equal(one.weights, other.weights) for one, other in zip(even, weighed, strict=True))

@@ -295,6 +295,7 @@ class ElasticLoop(OuterLoop):
             weights.write(weights.anchor)
             self._along.taken(sync, weights)
             sync.skip_to(self.step + 1)
+            sync.trained = 0
             self._said_behind.pop(sync.index, None)
         if self._clock:
             self._clock.jump(self.step)

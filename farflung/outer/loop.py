@@ -232,7 +232,7 @@ class OuterLoop(Session):
         except BaseException:  # as when a user interrupts a wait, and goes on
             sync.lost = True
             raise
-        sync.lost |= result.outcome == Outcome.PEER_LOST
+        sync.ended(pending, bool(result.group), result.outcome == Outcome.PEER_LOST)
         self._along.after(sync, self._weights[sync.index], pending.round, result)
         self.report(
             Round(

@@ -83,8 +83,9 @@ class Sync(Generic[M]):
     """One fragment's rounds: when each starts, with whom, and with which message.
 
     Public: `every_steps` and `delay_steps` are the schedule's, until adaptation changes them; `next_start` is a step;
-    `rounds` counts those that have started, `trained` the inner steps since the last one. `met` is the last round's
-    group, and `lost` says that a round was lost since anchors were last known to be equal.
+    `rounds` counts those that have started, `trained` the inner steps behind the next message, and `offered` those
+    behind the last one. `met` is the last round's group, and `lost` says that a round was lost since anchors were last
+    known to be equal.
     """
 
     def __init__(self, index: int, schedule: Schedule, content: Content[M]) -> None:
@@ -94,7 +95,7 @@ class Sync(Generic[M]):
         self.delay_steps = schedule.delay
         self.next_start = schedule.first(index % schedule.fragments)
         self.rounds = self.next_start // (self.every_steps or 1)
-        self.trained = 0
+        self.trained, self.offered = 0, 0
         self.met: Group = ()
         self.lost = False
         self._schedule = schedule
@@ -132,7 +133,7 @@ class Sync(Generic[M]):
     def start(self, step: int, group: Group, offer: Offer[M], exchange: E) -> PendingRound[M, E]:
         """The next round, whose exchange is under way; on to the one after it."""
         number, lands_at_step = self.rounds, step + self.delay_steps
-        self.trained, self.met = 0, group
+        self.offered, self.trained, self.met = self.trained, 0, group
         self.rounds += 1
         if self._schedule.final is not None:
             self.every_steps = self._schedule.every_at(step)
@@ -143,6 +144,12 @@ class Sync(Generic[M]):
     def absorb(self, pending: PendingRound[M, E], mean: M) -> bool:
         """Makes new weights of a round's mean, whose memory is used up; whether it was of any use."""
         return self.content.absorb(pending.offer, mean, self.fresh, pending.delayed)
+
+    def ended(self, pending: PendingRound[M, E], met: bool, lost: bool) -> None:
+        """A round that was `lost`, or not, is over; where nobody was `met`, the next message holds these steps, too."""
+        self.lost |= lost
+        if not (met or pending.offer.applied or pending.offer.fault):
+            self.trained += self.offered
 
     def shorten(self, share: float) -> None:
         """Has its rounds, and the delay, take a share of the schedule's steps."""
@@ -170,13 +177,17 @@ class Sync(Generic[M]):
 
     def state_dict(self) -> dict[str, Any]:
         """All that changes from round to round, but what it is about."""
-        return {**self.pace(), **{name: getattr(self, name) for name in ("rounds", "trained", "met", "lost")}}
+        return {
+            **self.pace(),
+            **{name: getattr(self, name) for name in ("rounds", "trained", "offered", "met", "lost")},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         self.keep_pace(state)
         self.rounds, self.trained = state["rounds"], state["trained"]
         self.met, self.lost = tuple(state["met"]), state["lost"]
+        self.offered = state.get("offered", 0)  # earlier releases kept none
 
 
 class Rounds(Generic[M, E]):

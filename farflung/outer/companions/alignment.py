@@ -61,7 +61,7 @@ class Aligning(Along):
         if sync.index in self._in_part:
             self._in_part.remove(sync.index)
             return
-        noted[BEFORE], noted[STEPS] = weights.anchor.clone(), noted.get(STEPS, 0) + sync.trained
+        noted[BEFORE], noted[STEPS] = weights.anchor.clone(), sync.trained
 
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Tells by how much it has moved, for each step and unit of learning rate."""
