@@ -162,6 +162,8 @@ def test_other_mistakes_are_told(tmp_path: Path) -> None:
         ImagesSettings(letters="ABA")
     (tmp_path / "dot").mkdir()
     save(tmp_path / "dot" / "a.png", "L", (1, 1), 5)
+    with pytest.raises(UserError, match=r"a\.png': there is no such folder; give glyphs, or a folder of pictures"):
+        Images(ImagesSettings(data=str(tmp_path / "dot" / "a.png"))).check()
     with pytest.raises(UserError, match=r"dot: pictures are of one pixel; give larger ones, or --resize 8"):
         Images(ImagesSettings(data=str(tmp_path / "dot"))).check()
     shutil.rmtree(tmp_path / "dot")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from patience import patience, until
 from processes import SMALL as BRIEF
-from processes import same, saved, train_together
+from processes import farflung, same, saved, train_together
+from swarm import SETTINGS, Swarm
 from test_independent import Launched
 from warm import Python
 
@@ -115,6 +116,24 @@ def test_an_observer_bears_replicas_that_die_and_goes_on_when_the_run_does(tmp_p
     assert not (run / "observer-0").exists()
 
 
+def test_an_observer_that_was_shown_nothing_has_no_result(tmp_path: Path) -> None:
+    conditions = tmp_path / "conditions.toml"
+    conditions.write_text("".join(f"[[deaths]]\nreplica = {replica}\nat_s = 0.2\n" for replica in (0, 1)))
+    run = simulated(tmp_path / "run", replicas=2, observers=1, conditions=str(conditions))
+    assert not judged_in(run / "observer-0") and not (run / "observer-0" / "summary.json").exists()
+
+
+def test_what_comes_later_of_an_earlier_round_is_left_out(tmp_path: Path) -> None:
+    """Replica 1 shows the first round over a link that takes longer than the time until replica 0 shows the second."""
+    conditions = tmp_path / "conditions.toml"
+    sites = "".join(f'[[sites]]\nname = "{name}"\n' for name in "abc")  # of replica 0, replica 1 and the observer
+    links = {"ab": 1, "ac": 1, "bc": 700}
+    joined = (f"[[links]]\nbetween = {[*pair]}\nlatency_ms = {latency}\n" for pair, latency in links.items())
+    conditions.write_text(sites + "".join(joined))
+    run = simulated(tmp_path / "run", replicas=2, observers=1, conditions=str(conditions), latency_ms=None)
+    assert [event.step for event in judged_in(run / "observer-0")] == [10, 17]
+
+
 def test_an_observer_sees_rounds_by_the_clock_of_unlike_replicas(tmp_path: Path) -> None:
     """A step takes a tenth of a second, and of one replica four tenths."""
     conditions = tmp_path / "conditions.toml"
@@ -177,6 +196,34 @@ def test_an_observer_judges_what_peers_have_and_is_in_nobody_s_round(launched: L
         held = launched.events(number, RoundEvent)
         assert all(own not in event.group and len(event.group) in (0, 2) for event in held)
         assert all(event.started_step >= 20 * event.round for event in held)
+
+
+@pytest.mark.slow
+def test_an_observer_of_a_run_that_nobody_trains_ends_in_a_line_and_leaves_no_model(swarm: Swarm) -> None:
+    """It had ended well, with the weights that its model had begun with as the best."""
+    swarm.start("invite", "--name", "test", *SETTINGS, "--port", swarm.port, "--ticket", "run.ticket", log="bootstrap")
+    until(lambda: "the ticket is in run.ticket" in swarm.said("bootstrap"))
+    for flags, told in (
+        (["--first"], "an observer trains nothing, so it cannot begin a run; leave out --first or --observe"),
+        (
+            ["--deadline", 2],
+            "nobody has trained for 2 s, and this observer has seen nothing of the run; observe it",
+        ),
+    ):
+        observer = swarm.join("observer", "--observe", *flags)
+        assert observer.wait(patience(60)) == 2
+        assert swarm.said("observer").splitlines()[-1].startswith(f"farflung: {told}")
+        assert not (swarm.folder / "observer" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_an_observer_is_not_told_to_begin_the_run_itself(tmp_path: Path) -> None:
+    ticket, folder = tmp_path / "run.ticket", tmp_path / "meet"
+    folder.mkdir()
+    assert not farflung("invite", "--name", "test", "--at", f"file://{folder}", "--ticket", ticket).returncode
+    done = farflung("join", ticket, "--observe", "--deadline", 1, "--out", tmp_path / "observer")
+    assert done.returncode == 2 and "nobody is in " in done.stderr
+    assert done.stderr.rstrip().endswith("; observe it once farflung status shows somebody who trains")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ NOT_INVITED = (
     *("core_only", "core_only_replicas"),
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
+OBSERVES = "--observe"
+AN_OBSERVER_WAITS = "observe it once farflung status shows somebody who trains"
 FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
 """The settings that whoever begins a run on the internet asks for."""
 
@@ -245,7 +247,7 @@ def _train(
     place = {name: value for name, value in vars(local).items() if value != getattr(ListenAddress, name)}
     place |= {"as": seat.called} if seat.called else {}
     flags = tuple(_as_flags({**own, **place}))
-    alone = _how_to_begin_again(seat.ticket or folder, folder, flags)
+    alone = AN_OBSERVER_WAITS if settings.run.observe else _how_to_begin_again(seat.ticket or folder, folder, flags)
     part = settings.island.divided and "WORLD_SIZE" in os.environ
     if part and (STARTED_HERE in os.environ or local_rank()):
         peer.run_part(ticket, settings, local, first, seat.called, alone)
@@ -288,7 +290,8 @@ def _how_to_come_back(ticket: Path | None, folder: Path, flags: Sequence[str], f
     if ticket and not (folder / "run.ticket").exists():
         again = join_command(folder, *flags, *(["--first"] if first else []), ticket=ticket)
     else:
-        again = join_command(folder, *flags, *([] if island.knows_others(folder) else ["--first"]))
+        begins = not (island.knows_others(folder) or OBSERVES in flags)
+        again = join_command(folder, *flags, *(["--first"] if begins else []))
     return f"{kept}come back with: {again}"
 
 

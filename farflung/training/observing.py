@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+from farflung.errors import UserError
 from farflung.networks import Network, PeerLostError, SimulatedNetwork
 from farflung.networks.base import packet_of, words_of
 from farflung.outer import Session
@@ -75,6 +76,8 @@ class Replicas:
                 self._tell("the replicas have left, and shown nothing of their end; the best of before is kept")
             return False
         newest = max(came, key=lambda told: (told["last"], told["step"]))
+        if newest["step"] < session.step:  # of an earlier round, over a slower link
+            return False
         self._model.load_state_dict(newest["model"])
         session.step, self.over = newest["step"], newest["last"]
         return True
@@ -112,8 +115,17 @@ class Peers:
 
     @property
     def over(self) -> bool:
-        """See Source: the run has ended, or nobody has trained for a deadline."""
-        gone = time.monotonic() > self._heard + self._settings.network.deadline
+        """See Source: the run has ended, or nobody has trained for a deadline.
+
+        Raises UserError where there is nothing then of which it could keep the best.
+        """
+        deadline = self._settings.network.deadline
+        gone = time.monotonic() > self._heard + deadline
+        if gone and not self._step:
+            raise UserError(
+                f"nobody has trained for {deadline:g} s, and this observer has seen nothing of the run; observe it "
+                "once farflung status shows somebody who trains"
+            )
         return gone or self._step >= self._settings.run.steps
 
     def take(self, session: Session) -> bool:
@@ -176,7 +188,8 @@ def observe_replicas(
     trainer = Trainer(own, seat, folder, coordination, device, step, workload)
     with contextlib.closing(trainer.log.events):
         observe(trainer, Replicas(network, replicas, trainer.model, trainer.log.warn))
-        write_results(trainer, finish(trainer, lambda ended: ended(SimulatedNetwork.alone())), tells=True)
+        if trainer.step:  # else it was shown nothing
+            write_results(trainer, finish(trainer, lambda ended: ended(SimulatedNetwork.alone())), tells=True)
 
 
 def stop_alone() -> Stop:

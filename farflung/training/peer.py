@@ -145,6 +145,8 @@ def run_peer(
             leaving.enter_context(beginning.left_as_it_was(folder))
             beginning.refuse_while_trained(folder)  # before the others hear of this peer
         check_for_internet(settings, local)
+        if first and settings.run.observe:
+            raise UserError("an observer trains nothing, so it cannot begin a run; leave out --first or --observe")
         able = seats.stages_within_reach(settings, ticket_settings(ticket), folder)
         near = island.opened(settings, ticket) if settings.island.divided else None
         resumed = island.led(near, settings, "begun", launch.is_begun(folder))

@@ -97,7 +97,7 @@ class Folder:
         try:
             table = json.loads(where.read_text("utf-8"))
             return {name: [*map(str, table[name])] for name in ("classes", "parts")}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{where} is damaged ({error!r}); make that part again, or remove the file") from error
