@@ -161,8 +161,8 @@ def test_units_that_no_sample_has_are_told(units: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Identity(), "is a Identity that has no parameters; let build give one to train"),
-        (nn.Linear(1, 1).requires_grad_(False), "is a Linear that has 2 parameters, and none of them requires a grad"),
+        (nn.Identity(), r"\(Identity\) has no parameters; let build give one to train"),
+        (nn.Linear(1, 1).requires_grad_(False), r"\(Linear\) has 2 parameters, and none of them requires a gradient"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_told(model: nn.Module, words: str) -> None:

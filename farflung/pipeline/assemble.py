@@ -89,4 +89,4 @@ def check_made(workload: Workload, model: Any) -> None:
     if not trainable(model):
         found = len(list(model.parameters()))
         what = f"has {found} parameters, and none of them requires a gradient" if found else "has no parameters"
-        raise UserError(f"the workload's model is a {type(model).__name__} that {what}; let build give one to train")
+        raise UserError(f"the workload's model ({type(model).__name__}) {what}; let build give one to train")
