@@ -68,8 +68,8 @@ class Registry(Mapping[str, T]):
         if name not in self and not self._is_path(name):
             raise UserError(f"there is no {self.kind} {name!r}{suggestion(name, list(self))}")
         if name not in self and not _is_import_path(name):
-            told = "which names nothing in a module; give MODULE:NAME, such as mypackage.module:Mine"
-            raise UserError(f"the {self.kind} is {name!r}, {told}")
+            told = "cannot be loaded, as it names nothing in a module; give MODULE:NAME, such as mypackage.module:Mine"
+            raise UserError(f"the {self.kind} {name!r} {told}")
 
     def usable(self) -> Iterator[tuple[str, T]]:
         """All, farflung's own first, but for those of packages that cannot be used; each of these is told of once."""

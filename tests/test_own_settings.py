@@ -61,5 +61,8 @@ def test_what_no_file_can_hold_is_told_before_the_run(hint: Any, value: Any, mon
 
 @pytest.mark.parametrize("name", ["own_workload:", ":Guess", "own_workload:Guess:x", "own-workload:Guess"])
 def test_what_is_no_class_in_a_module_is_told(name: str) -> None:
-    with pytest.raises(UserError, match=r"names nothing in a module; give MODULE:NAME, such as mypackage\.module:Mine"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot be loaded, as it names nothing in a module; give MODULE:NAME, such as mypackage\.module:Mine",
+    ):
         Settings.of(workload=name)
