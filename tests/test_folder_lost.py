@@ -62,7 +62,7 @@ def test_of_two_who_have_looked_before_either_wrote_one_is_the_first(tmp_path: P
     with ThreadPoolExecutor(2) as pool:
         first = list(pool.map(lambda store, own: store.create("a", own), stores, (b"1", b"2")))
     assert sorted(first) == [False, True]
-    assert stores[0].get("a") == (b"1" if first[0] else b"2")
+    assert stores[0].get("a", 0, 9) == (b"1" if first[0] else b"2")
 
 
 def test_a_folder_below_a_file_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +169,19 @@ def reads(folder: Path, run: Seats) -> None:
     for path in files(folder):
         for secret in (TOLD, victim.peers.identity.peer.encode(), b"peer-0", b"step", run.ticket.secret.encode()):
             assert secret not in path.read_bytes() and secret.decode() not in str(path.name)
+
+
+def test_no_more_is_read_of_an_object_than_its_name_says(tmp_path: Path) -> None:
+    with seats((tmp_path / "store").as_uri(), tmp_path, 2) as run:
+        victim, reader = run.open
+        written = packet(victim)
+        os.truncate(of(tmp_path / "store", written), 1 << 28)
+        tracemalloc.start()
+        try:
+            assert reader.peers.notes.read(victim.peers.identity.peer, written) == TOLD
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Bundles:
         rank, peer = written.note.rank, self._presence.peer_of(written.note)
         if not self.bears or self._bearers[rank] != self._own or written.note.size > SMALL + OVERHEAD:
             return self._notes.read(peer, written, part)
-        sealed = self._notes.store.get(written.name)
+        sealed = self._notes.store.get(written.name, 0, written.note.size)
         told = self._notes.opened(peer, written.name, 0, sealed)
         self._sealed[rank] = sealed
         return told
@@ -108,7 +108,7 @@ class Bundles:
 
     def _sealed_in(self, bundle: Written) -> dict[int, memoryview]:
         """The packets in a bundle, by their writers' ranks. Raises FrameError, SealError and what `get` does."""
-        content = memoryview(self._notes.store.get(bundle.name))
+        content = memoryview(self._notes.store.get(bundle.name, 0, bundle.note.size))
         begin = OVERHEAD + _ENTRY.size * bundle.note.count
         table = self._notes.opened(self._presence.peer_of(bundle.note), bundle.name, 0, content[:begin])
         return unbundled(table, content[begin:])

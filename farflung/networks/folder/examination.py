@@ -37,7 +37,7 @@ def _speed(presence: Presence) -> Iterator[Finding]:
         written, about = time.monotonic(), clock_of(store, name)
         store.names()
         listed = time.monotonic()
-        store.get(name)
+        store.get(name, 0, PROBE)
         ended = time.monotonic()
         store.remove([name])
     except StoreAwayError as error:

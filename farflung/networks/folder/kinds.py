@@ -17,7 +17,7 @@ def _write(files: Any, path: str, content: bytes) -> None:
     files.pipe_file(path, content)
 
 
-def _read(files: Any, path: str, begin: int | None, end: int | None) -> bytes:
+def _read(files: Any, path: str, begin: int, end: int) -> bytes:
     content: bytes = files.cat_file(path, start=begin, end=end)
     return content
 
@@ -28,8 +28,8 @@ class StoreKind:
 
     write: Callable[[Any, str, bytes], None] = _write
     """Writes a file."""
-    read: Callable[[Any, str, int | None, int | None], bytes] = _read
-    """A file's content, or a part of it."""
+    read: Callable[[Any, str, int, int], bytes] = _read
+    """A part of a file's content, or what there is of it. Whatever comes, no more than that is kept in memory."""
     rename: Callable[[Any, str, str], None] | None = None
     """Of stores where others may see a file before all of it is written: there it is written beside, and renamed.
 
@@ -86,16 +86,28 @@ def _webdav_write(files: Any, path: str, content: bytes) -> None:
     files.client.request("PUT", path, content=content)
 
 
-def _webdav_read(files: Any, path: str, begin: int | None, end: int | None) -> bytes:
+def _webdav_read(files: Any, path: str, begin: int, end: int) -> bytes:
     """One request: fsspec asks before what there is. Raises FileNotFoundError."""
-    part = {} if begin is None and end is None else {"Range": f"bytes={begin or 0}-{'' if end is None else end - 1}"}
-    answer = files.client.http.get(files.client.join_url(path), headers=part, follow_redirects=True)
-    if answer.status_code == HTTPStatus.NOT_FOUND:
-        raise FileNotFoundError(path)
-    if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-        return b""
-    content: bytes = answer.raise_for_status().content
-    return content if answer.status_code == HTTPStatus.PARTIAL_CONTENT else content[begin:end]
+    asked = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    address = files.client.join_url(path)
+    with files.client.http.stream("GET", address, headers=asked, follow_redirects=True) as answer:
+        if answer.status_code == HTTPStatus.NOT_FOUND:
+            raise FileNotFoundError(path)
+        if answer.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return b""
+        answer.raise_for_status()
+        first = begin if answer.status_code == HTTPStatus.PARTIAL_CONTENT else 0
+        return _between(answer.iter_raw(), begin - first, end - first)
+
+
+def _between(content: Iterable[bytes], begin: int, end: int) -> bytes:
+    """A part of a content that comes piece by piece; what there is besides is not waited for."""
+    found = bytearray()
+    for piece in content:
+        found += piece
+        if len(found) > end:
+            break
+    return bytes(found[begin:end])
 
 
 def _sftp_write(files: Any, path: str, content: bytes) -> None:
@@ -107,11 +119,10 @@ def _sftp_write(files: Any, path: str, content: bytes) -> None:
         raise OSError(f"{path} was not written whole")
 
 
-def _sftp_read(files: Any, path: str, begin: int | None, end: int | None) -> bytes:
+def _sftp_read(files: Any, path: str, begin: int, end: int) -> bytes:
     """Without waiting for each 8 KiB before the next are asked for."""
     with files.ftp.open(path, "rb") as file:
-        begin, size = begin or 0, file.stat().st_size
-        count = min(size, size if end is None else end) - begin
+        count = min(file.stat().st_size, end) - begin
         return b"".join(file.readv([(begin, count)])) if count > 0 else b""
 
 

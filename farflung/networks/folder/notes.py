@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,11 @@ class Notes:
         """Objects that are there no more, and since when."""
         self._fixed: dict[str, float] = {}
         self._leaving: dict[str, None] = {}
-        """Own objects that are to be removed."""
+        """Objects that are to be removed."""
+        self._removed: dict[str, float] = {}
+        """Objects that the store says are removed, and since when; until a listing shows that they are."""
+        self._again: set[str] = set()
+        """Those of which one has shown that they are not."""
         self.missing: set[str] = set()
         """Own objects that somebody else has removed."""
         self.staying: set[str] = set()
@@ -120,6 +124,7 @@ class Notes:
                 own = any(self._must_be_there(name, began) for name in list(self._mine))
                 names = self.store.names(some=own)
                 if not self._rolled_back(names, began):
+                    self._check_removed(names, began)
                     self._take(names, began)
             return self._last
 
@@ -130,15 +135,15 @@ class Notes:
 
     def read(self, peer: str, written: Written, part: int | None = None) -> memoryview:
         """What a peer's object says; of one with several parts, one. Raises SealError, FileNotFoundError and kin."""
-        name, count = written.name, written.note.count
+        name, count, size = written.name, written.note.count, written.note.size
         if part is None or count < 2:
-            return self.opened(peer, name, 0, self.store.get(name))
+            return self.opened(peer, name, 0, self.store.get(name, 0, size))
         table_bytes = HEADER * count + OVERHEAD
-        whole = self.store.get(name) if written.note.size <= AT_ONCE else None  # or in two requests
+        whole = self.store.get(name, 0, size) if size <= AT_ONCE else None  # or in two requests
         table = self.opened(peer, name, 0, whole[:table_bytes] if whole else self.store.get(name, 0, table_bytes))
         sizes = [int.from_bytes(table[at : at + HEADER]) + OVERHEAD for at in range(0, len(table), HEADER)]
         begin, end = (table_bytes + sum(sizes[:count]) for count in (part, part + 1))
-        if part >= len(sizes) or end > written.note.size:
+        if part >= len(sizes) or end > size:
             self._guard.refuse("truncated object")
             raise SealError("truncated")
         return self.opened(peer, name, part + 1, whole[begin:end] if whole else self.store.get(name, begin, end))
@@ -180,10 +185,10 @@ class Notes:
         for name in names:
             self._leaving.pop(name, None)
             self.missing.discard(name)
-            if name in staying - self.staying:
-                self.staying.add(name)
-                self._guard.refuse("object that may not be removed")
-            elif name not in staying:
+            if name in staying:
+                self._stays(name)
+            else:
+                self._removed[name] = now
                 self._remember(name, now)
 
     @property
@@ -194,6 +199,25 @@ class Notes:
     def fixed_since(self, moment: float) -> list[str]:
         """The names that tell nothing of objects that were seen before a moment."""
         return [name for name, since in self._fixed.items() if since < moment]
+
+    def _stays(self, name: str) -> None:
+        if name not in self.staying:
+            self.staying.add(name)
+            self._guard.refuse("object that may not be removed")
+
+    def _check_removed(self, names: Collection[str], began: float) -> None:
+        """Has what is still there removed once more: buckets say that all is well where they remove nothing."""
+        for name, since in list(self._removed.items()):
+            if since < began:
+                del self._removed[name]
+                if name not in names:
+                    self._again.discard(name)
+                    continue
+                self._gone.pop(name, None)
+                if name in self._again:
+                    self._stays(name)
+                self._again.add(name)
+                self.leave(name)
 
     def _sealed(self, name: str, parts: Sequence[bytes | memoryview]) -> bytes:
         if len(parts) < 2:

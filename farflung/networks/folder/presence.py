@@ -332,7 +332,7 @@ class Presence:
         """What the writer of a beat says of itself. Raises FrameError, SealError and FileNotFoundError."""
         if beat.note.size > LARGEST_CARD:
             raise FrameError("a card is too large")
-        content = self.notes.store.get(beat.name)
+        content = self.notes.store.get(beat.name, 0, beat.note.size)
         try:
             _, told = self.notes.seals.told(beat.name, 0, content)
         except SealError as error:

@@ -22,8 +22,8 @@ from farflung.networks.folder.kinds import STALL_SECONDS, kind_of, options_for
 
 T = TypeVar("T")
 
-FINAL = (FileNotFoundError, FileExistsError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
-"""What does not pass when it is tried again."""
+FINAL = (FileNotFoundError, FileExistsError, NotADirectoryError)
+"""What does not pass when it is tried again; what is answered by somebody else in between may be anything."""
 LONGEST_PAUSE_SECONDS = 15.0
 LARGE = 1 << 19
 """Bytes of objects that are written one after the other: others read the first while the next is written."""
@@ -109,7 +109,7 @@ class Store:
             return True
         time.sleep(time.monotonic() - began)  # until whoever has found nothing there, too, has written
         with contextlib.suppress(FileNotFoundError):
-            return self.get(name) == content
+            return self.get(name, 0, len(content) + 1) == content
         return False
 
     def names(self, some: bool = False) -> dict[str, int]:
@@ -132,9 +132,9 @@ class Store:
         """What a listing takes, in seconds, on the average of the last ones; 0 while that is unknown."""
         return mean(tuple(self._listings) or (0.0,))
 
-    def get(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """An object's content, or a part of it. Raises FileNotFoundError and StoreAwayError."""
-        content: bytes = self._asked(lambda: self._kind.read(self._files, self._path(name), begin, end))
+    def get(self, name: str, begin: int, end: int) -> bytes:
+        """A part of an object's content, or what there is of it. Raises FileNotFoundError and StoreAwayError."""
+        content = self._asked(lambda: self._kind.read(self._files, self._path(name), begin, end))
         self.traffic.bytes_received += len(content)
         return content
 
@@ -183,7 +183,8 @@ class Store:
         try:
             write(name, content)
         except (FileNotFoundError, NotADirectoryError) as error:  # it may come back
-            raise OSError(f"{self._root}, or a file just written there, has gone") from error
+            gone = f"{self._root}, or a file just written there, has gone" if self._kind.rename else _told(error)
+            raise OSError(gone) from error
 
     def _write_at_once(self, name: str, content: bytes) -> None:
         self._kind.write(self._files, self._path(name), content)
