@@ -57,3 +57,42 @@ def test_one_whose_clock_is_hours_ahead_takes_nothing_of_the_others_along(
         run.leave(ahead)
         there = [written.note for written in one.peers.notes.look(time.monotonic()).written]
         assert one.peers._beat and one.peers._beat.note in there and not one.refused
+
+
+@pytest.mark.parametrize("hours", [3, -3])
+def test_one_whose_clock_is_hours_off_is_told_once_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    with seats((tmp_path / "store").as_uri(), tmp_path, 2) as run:
+        others = [silent(network) for network in run.open]
+        clock = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: clock() + 3600 * hours)
+            off = silent(run.sit("off"))
+        for _ in range(4):
+            for network in others:
+                network.peers.beat()
+                network.peers.look(time.monotonic())
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda: clock() + 3600 * hours)
+                off.peers.beat()
+                off.peers.look(time.monotonic())
+        told = [line for line in run.told if "clock is" in line]
+        where = "ahead of" if hours > 0 else "behind"
+        assert len(told) == 1 and f"s {where} the other peers'; set it" in told[0]
+        assert 10_700 < float(told[0].split("clock is ")[1].split()[0]) < 10_900
+
+
+def test_one_that_stood_still_before_it_wrote_makes_nobody_doubt_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with seats((tmp_path / "store").as_uri(), tmp_path, 2) as run:
+        one, other = (silent(network) for network in run.open)
+        clock = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: clock() - 300)
+            other.peers.beat()
+        for _ in range(3):
+            one.peers.look(time.monotonic())
+            other.peers.beat()
+        assert not run.told

@@ -15,6 +15,7 @@ from farflung.durations import duration
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
 from farflung.networks.base import Traffic
+from farflung.networks.folder.clocks import Clocks
 from farflung.networks.folder.notes import Listing, Notes, Written
 from farflung.networks.folder.sealing import Kind, Note, SealError, Seals
 from farflung.networks.folder.store import Store, StoreAwayError
@@ -99,6 +100,8 @@ class Presence:
         self.tidying: list[Callable[[Listing], None]] = []
         """What else is to be done with a listing now and then."""
         self._hearing = threading.Lock()
+        self._clocks = Clocks(identity.rank)
+        self._clock_fault = ""
         self._cards: dict[tuple[int, int], tuple[Member, float]] = {}
         """What those who are there say of themselves, by rank and session, and when it was read."""
         self._heard: dict[int, int] = {}
@@ -186,6 +189,9 @@ class Presence:
         listing = self.notes.look(newer_than)
         with self._hearing:
             self._hear(listing.written)
+            if not self._clock_fault and (fault := self._clocks.fault(listing)):
+                self._clock_fault = fault
+                self.tell(fault)
         return listing
 
     def of(self, written: Iterable[Written], kind: Kind, subject: bytes | None = None) -> dict[int, Written]:
