@@ -146,6 +146,21 @@ def test_what_may_not_be_removed_is_told_once_and_counted_and_the_run_goes_on(
 
 
 @pytest.mark.usefixtures("slow")
+def test_what_could_not_be_removed_for_a_while_does_not_stay(tmp_path: Path) -> None:
+    """As where a key expires in mid-run, and is renewed."""
+    with seats(f"slow://{tmp_path.name}/for-a-while", tmp_path, 2) as run:
+        Slow.kept = True
+        for network in run.open:
+            network.peers.beat()
+            network.peers._tidy(network.peers.look(time.monotonic()))
+        assert all(network.peers.notes.staying for network in run.open)
+        Slow.kept = False
+        for network in list(run.open):
+            run.leave(network)
+    assert not fsspec.filesystem("slow").find(f"/{tmp_path.name}/for-a-while")
+
+
+@pytest.mark.usefixtures("slow")
 def test_an_empty_listing_is_not_believed_where_own_objects_must_be_in_it(tmp_path: Path) -> None:
     with seats(f"slow://{tmp_path.name}/hidden", tmp_path, 2) as run:
         one, other = (network.peers for network in run.open)

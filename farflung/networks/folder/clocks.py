@@ -11,19 +11,19 @@ from farflung.networks.folder.sealing import Kind
 from farflung.networks.peers.admission import clock_fault
 
 LATE_SECONDS = 60.0
-"""How long it may take until others see what one has begun to write: requests fail, and disks keep listings for a while."""
+"""How long others may take to see what one has begun to write: requests fail, and disks keep listings for a while."""
 SMALL = (Kind.BEAT, Kind.HERE)
 """Objects that are written at once when their notes are made."""
 
 
 class Clocks:
-    """Compares the clock of a peer with a rank to the others'. One of these that lies, or stood still, decides nothing."""
+    """Compares a peer's clock to the others'. One of these that lies, or stood still, decides nothing."""
 
     def __init__(self, own: int) -> None:
         self._own = own
         self._looked = float("-inf")
         self._ahead: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=2))
-        """By how many seconds this peer's clock is ahead of each other's at least, in the last listings with news of it."""
+        """Seconds by which this peer's clock is ahead of each other's at least, in the last two listings with news."""
 
     def fault(self, listing: Listing) -> str:
         """What to say to this peer's user after one more listing; "" where its clock is like most others'."""

@@ -138,6 +138,7 @@ class Presence:
             pool.shutdown(wait=False, cancel_futures=True)
         try:
             if self.info["listed"]:
+                self.notes.staying.clear()  # by now this peer may be allowed to
                 self._remove(lambda one: self._is_own(one.note) and not stays(one), self.notes.own_fixed)
                 listing = self.look(time.monotonic())
                 if not (self.fault or self._others(listing)):  # with a fault, there is somebody whom it disturbs
