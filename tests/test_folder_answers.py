@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ import pytest
 from fsspec.config import conf
 from patience import patience
 
+from farflung.errors import UserError
 from farflung.networks.base import Traffic
 from farflung.networks.folder.store import Store, StoreAwayError
 
@@ -72,3 +75,22 @@ def test_of_an_answer_without_an_end_only_what_was_asked_for_is_kept(store: Stor
     Portal.sent = 0
     assert store.get("one", 10, 1000) == bytes(990)
     assert Portal.sent < 1 << 24
+
+
+def test_an_ssh_server_that_ends_at_once_is_told_of_in_one_line_without_the_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("paramiko")
+    monkeypatch.setattr(logging.root, "handlers", [])  # as where nobody has asked for logs
+
+    def hang_up(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=hang_up, args=(server,), daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}/run"
+        with pytest.raises(UserError, match=f"cannot open sftp://peer@{address}: .*; see that"):
+            Store(f"sftp://peer:word@{address}", 0.2, Traffic())
+    assert capsys.readouterr().err == ""

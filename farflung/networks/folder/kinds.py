@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from fsspec.config import conf
+
+logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks of what is told in a line
 
 STALL_SECONDS = 10.0
 """How long a request may stand still."""

@@ -56,8 +56,9 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
         with contextlib.suppress(StoreAwayError):
             while self.behind(0) is None and not self.peers.members.proven():
                 if self.now() > ends:
+                    where = self.peers.notes.store.url
                     raise NobodyAnswersError(
-                        f"nobody is in {self.peers.ticket.folder}, and there is nothing of the run; the run may be over"
+                        f"nobody is in {where}, and there is nothing of the run; the run may be over"
                     )
                 time.sleep(1.0)
                 self.peers.look(time.monotonic())

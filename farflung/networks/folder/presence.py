@@ -166,7 +166,7 @@ class Presence:
         """Removes what is to be removed, and tells once if that may not be. Raises StoreAwayError."""
         self.notes.sweep()
         if self.notes.staying:
-            why = f"some objects may not be removed from {self.ticket.folder}"
+            why = f"some objects may not be removed from {self.notes.store.url}"
             self.tell_once(f"{why}; see that this peer's access allows that, or remove the folder after the run")
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -44,7 +45,8 @@ class Store:
     """
 
     def __init__(self, url: str, patience_s: float, traffic: Traffic) -> None:
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        self.url = re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1@", self._address)  # a password is nothing to be shown
         self.traffic = traffic
         self._patience_s = patience_s
         self._link = threading.Lock()
@@ -58,7 +60,8 @@ class Store:
     def _open(self) -> None:
         """Connects to the store, perhaps anew. Raises UserError."""
         try:
-            self._files, self._root = url_to_fs(self.url, skip_instance_cache=True, **options_for(self.url))
+            options = options_for(self._address)
+            self._files, self._root = url_to_fs(self._address, skip_instance_cache=True, **options)
             protocols = self._files.protocol
             self._kind = kind_of((protocols,) if isinstance(protocols, str) else protocols)
             if self._kind.path_has_host:
