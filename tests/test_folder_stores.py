@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from patience import patience
 
 from bench.lib.folders import FOLDERS, Disk, missing, unavailable
 from farflung.networks.base import Traffic
-from farflung.networks.folder.store import Store
+from farflung.networks.folder.store import Store, StoreAwayError
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 
@@ -68,6 +69,21 @@ def test_a_store_that_was_away_is_there_again_for_who_has_used_it_before(server:
     server.resume()
     store.put("after", b"2")
     assert store.names() == {"before": 1, "after": 1}
+
+
+@pytest.mark.slow
+def test_a_folder_that_somebody_removes_is_made_again_but_not_where_a_disk_may_be_missing(server: Disk) -> None:
+    on_disk = server.url.startswith("file:")
+    store = Store(server.url, 0.2 if on_disk else patience(5), Traffic())
+    store.begin()
+    store.put("before", b"1")
+    shutil.rmtree(server.folder / "run")
+    if on_disk:
+        with pytest.raises(StoreAwayError, match="has gone"):
+            store.put("after", b"2")
+    else:
+        store.put("after", b"2")
+        assert store.names() == {"after": 1}
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ class StoreKind:
 
     Fails where there is such a file already: of two that write it, one has.
     """
+    mounted: bool = False
+    """Whether its folder is missing, too, where its disk is: then it is not made again."""
     two_may_create: bool = False
     """Whether two that create a file at the same time may both hear that they have."""
     one_at_a_time: bool = False
@@ -85,8 +87,11 @@ def _linked(files: Any, beside: str, path: str) -> None:
 
 
 def _webdav_write(files: Any, path: str, content: bytes) -> None:
-    """One request: fsspec asks for the folder, and makes it, each time."""
-    files.client.request("PUT", path, content=content)
+    """One request: fsspec asks for the folder, and makes it, each time. Raises FileNotFoundError where it has gone."""
+    answer = files.client.http.request("PUT", files.client.join_url(path), content=content)
+    if answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+        raise FileNotFoundError(path)
+    answer.raise_for_status()
 
 
 def _webdav_read(files: Any, path: str, begin: int, end: int) -> bytes:
@@ -129,7 +134,7 @@ def _sftp_read(files: Any, path: str, begin: int, end: int) -> bytes:
         return b"".join(file.readv([(begin, count)])) if count > 0 else b""
 
 
-_DISK = StoreKind(rename=_linked)
+_DISK = StoreKind(rename=_linked, mounted=True)
 _SFTP = StoreKind(
     write=_sftp_write,
     read=_sftp_read,

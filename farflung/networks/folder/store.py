@@ -186,6 +186,9 @@ class Store:
         try:
             write(name, content)
         except (FileNotFoundError, NotADirectoryError) as error:  # it may come back
+            if self._kind.rename and not self._kind.mounted:
+                with contextlib.suppress(Exception):  # whatever is wrong, it is tried again
+                    self._files.makedirs(self._root, exist_ok=True)
             gone = f"{self._root}, or a file just written there, has gone" if self._kind.rename else _told(error)
             raise OSError(gone) from error
 
