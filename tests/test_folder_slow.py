@@ -12,10 +12,11 @@ import fsspec
 import pytest
 from folder_seats import mean_of, seats
 from fsspec.implementations.memory import MemoryFileSystem
-from patience import patience
+from patience import patience, until
 
 from farflung.networks import Party, Pending
 from farflung.networks.folder import network as network_module
+from farflung.networks.folder import presence as presence_module
 from farflung.networks.folder.store import StoreAwayError
 
 
@@ -29,6 +30,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
     """Whether nothing may be removed."""
     feigns = False
     """Whether it says that what it keeps is removed, as buckets do of many objects at once."""
+    fails = False
+    """Whether it fails to remove anything."""
     hides = 0
     """How many listings are of nothing."""
     late = False
@@ -55,6 +58,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
         return [one for one in found if not (Slow.late and "/=" in one["name"])]
 
     def rm_file(self, *given: Any, **more: Any) -> Any:
+        if Slow.fails:
+            raise OSError("503 Service Unavailable")
         if Slow.kept and Slow.feigns:
             return None
         if Slow.kept:
@@ -70,7 +75,7 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
 def slow() -> Iterator[None]:
     fsspec.register_implementation("slow", Slow, clobber=True)
     yield
-    Slow.seconds, Slow.kept, Slow.feigns, Slow.hides, Slow.late = 0.0, False, False, 0, False
+    Slow.seconds, Slow.kept, Slow.feigns, Slow.fails, Slow.hides, Slow.late = 0.0, False, False, False, 0, False
 
 
 @pytest.mark.slow
@@ -158,6 +163,26 @@ def test_what_could_not_be_removed_for_a_while_does_not_stay(tmp_path: Path) -> 
         for network in list(run.open):
             run.leave(network)
     assert not fsspec.filesystem("slow").find(f"/{tmp_path.name}/for-a-while")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow")
+def test_a_store_that_only_fails_to_remove_is_not_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence_module, "BEAT_SECONDS", 0.2)
+    with seats(f"slow://{tmp_path.name}/fails", tmp_path, 2) as run:
+        one, other = (network.peers for network in run.open)
+        Slow.fails = True
+        for network in run.open:
+            network.peers.notes.store._patience_s = 1.0
+        ends, number = time.monotonic() + 5, 0
+        while time.monotonic() < ends:
+            number += 1
+            assert [mean.tolist() for mean in mean_of(run.open, f"round {number} of 0", 2)] == [[0.5] * 2] * 2
+            assert not one.away and not other.away
+        assert sum("objects cannot be removed now: slow://" in line for line in run.told) == 2 == len(run.told)
+        Slow.fails = False
+        until(lambda: len(one.look(time.monotonic()).written) <= 4, patience(5))  # a beat of each, or two
+    assert not fsspec.filesystem("slow").find(f"/{tmp_path.name}/fails")
 
 
 @pytest.mark.usefixtures("slow")

@@ -136,7 +136,7 @@ class Meetings:
             party = self._party(visit)
             if not (party.group or party.behind) and visit.note:  # at once: who came now would wait for it
                 self._notes.leave(visit.note.name)
-                self._notes.sweep()
+                self._presence.sweeper.soon()
             return visit, party
         except StoreAwayError as error:
             self._presence.away = str(error)
@@ -147,7 +147,7 @@ class Meetings:
         if visit.note:
             self._notes.leave(visit.note.name)
             if met:
-                self._presence.sweep_soon()
+                self._presence.sweeper.soon()
 
     def _say(self, visit: Visit) -> None:
         """Writes that this peer is there, in place of what it has written before."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from farflung.durations import duration
@@ -19,6 +19,7 @@ from farflung.networks.folder.clocks import Clocks
 from farflung.networks.folder.notes import Listing, Notes, Written
 from farflung.networks.folder.sealing import Kind, Note, SealError, Seals
 from farflung.networks.folder.store import Store, StoreAwayError
+from farflung.networks.folder.sweeping import Sweeper
 from farflung.networks.peers.admission import disagreement
 from farflung.networks.peers.frames import Frame, FrameError, parsed, plain
 from farflung.networks.peers.guard import Guard
@@ -97,6 +98,7 @@ class Presence:
         seals = Seals(ticket.secret, identity)
         self.notes = Notes(store, seals, identity.rank, int.from_bytes(session), self.guard)
         self.pool, self.readers = ThreadPoolExecutor(AT_A_TIME, "folder"), ThreadPoolExecutor(READERS, "reading")
+        self.sweeper = Sweeper(self.notes, self.tell_once)
         self.tidying: list[Callable[[Listing], None]] = []
         """What else is to be done with a listing now and then."""
         self._hearing = threading.Lock()
@@ -134,6 +136,7 @@ class Presence:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(5)
+        self.sweeper.close()
         for pool in (self.pool, self.readers):
             pool.shutdown(wait=False, cancel_futures=True)
         try:
@@ -160,14 +163,7 @@ class Presence:
         """Removes objects now. Raises StoreAwayError."""
         there = self.look(time.monotonic()).written
         self.notes.leave(*(one.name for one in there if which(one)), *fixed)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Removes what is to be removed, and tells once if that may not be. Raises StoreAwayError."""
-        self.notes.sweep()
-        if self.notes.staying:
-            why = f"some objects may not be removed from {self.notes.store.url}"
-            self.tell_once(f"{why}; see that this peer's access allows that, or remove the folder after the run")
+        self.sweeper.sweep()
 
     def check(self) -> None:
         """Raises UserError when this peer cannot stay in the run."""
@@ -221,16 +217,6 @@ class Presence:
         """Does work in a thread of its own."""
         return self.pool.submit(work)
 
-    def sweep_soon(self) -> None:
-        """Removes what is to be removed, in a thread of its own."""
-
-        def sweep() -> None:
-            with contextlib.suppress(StoreAwayError):  # what is left is removed after the next beat
-                self.notes.sweep()
-
-        with contextlib.suppress(RuntimeError):  # this peer has left, and taken all along
-            self.pool.submit(sweep)
-
     def tell_once(self, fault: str) -> None:
         """Tells of a fault, unless it was told before."""
         fault = plain(fault)
@@ -245,7 +231,8 @@ class Presence:
             try:
                 if self.info["listed"]:
                     self.beat()
-                self._tidy(self.look(time.monotonic() - BEAT_SECONDS))  # who has just looked need not look again
+                listing = self.look(time.monotonic() - BEAT_SECONDS)  # who has just looked need not look again
+                self.sweeper.soon(partial(self._tidy, listing))
                 if since is not None:
                     self.tell(f"the folder is there again, after {duration(time.monotonic() - since)}")
                 since, self.away = None, ""
@@ -274,7 +261,7 @@ class Presence:
         self.notes.leave(*self.notes.fixed_since(seen_before))
         for tidy in self.tidying:
             tidy(listing)
-        self._sweep()
+        self.sweeper.sweep()
 
     def _hear(self, written: Iterable[Written]) -> None:
         """Takes the newest of what each member says."""
