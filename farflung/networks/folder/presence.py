@@ -81,17 +81,8 @@ class Presence:
         """Why this peer cannot stay in the run."""
         self.away: str = ""
         """Why the folder cannot be reached now."""
-        self.info: Frame = {
-            "protocol": PROTOCOL.version,
-            "session": (session := os.urandom(4)).hex(),
-            "began": time.time(),
-            "listed": listed,
-            "addresses": [],
-            "step": 0,
-            "rate": 0.0,
-            "facts": {},
-            **info,
-        }
+        session = os.urandom(4)
+        self.info: Frame = {**_just_come(), "session": session.hex(), "listed": listed, **info}
         self.members = Members(self.info, self.guard)
         self.traffic = Traffic()
         store = Store(f"{ticket.folder}/{ticket.run}", patience_s, self.traffic)
@@ -372,3 +363,9 @@ class Presence:
                 f"another process takes part with the same key ({card.host}); a copied run folder needs a key of its "
                 "own: remove peer.key, or use another --out"
             )
+
+
+def _just_come() -> Frame:
+    """What a peer that has just come says of itself, besides its session."""
+    start: Frame = {"protocol": PROTOCOL.version, "began": time.time(), "step": 0, "rate": 0.0}
+    return {**start, "addresses": [], "facts": {}}
