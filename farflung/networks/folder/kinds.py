@@ -89,7 +89,8 @@ def _linked(files: Any, beside: str, path: str) -> None:
 def _webdav_write(files: Any, path: str, content: bytes) -> None:
     """One request: fsspec asks for the folder, and makes it, each time. Raises FileNotFoundError where it has gone."""
     answer = files.client.http.request("PUT", files.client.join_url(path), content=content)
-    if answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+    gone = answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
+    if gone or (answer.is_server_error and not files.client.exists(path.rpartition("/")[0])):  # so nginx says it
         raise FileNotFoundError(path)
     answer.raise_for_status()
 
