@@ -14,10 +14,12 @@ from folder_seats import mean_of, seats
 from fsspec.implementations.memory import MemoryFileSystem
 from patience import patience, until
 
+from farflung.errors import UserError
 from farflung.networks import Party, Pending
+from farflung.networks.base import Traffic
 from farflung.networks.folder import network as network_module
 from farflung.networks.folder import presence as presence_module
-from farflung.networks.folder.store import StoreAwayError
+from farflung.networks.folder.store import Store, StoreAwayError
 
 
 class Slow(MemoryFileSystem):  # type: ignore[misc]
@@ -34,8 +36,17 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
     """Whether it fails to remove anything."""
     hides = 0
     """How many listings are of nothing."""
+    missing = False
+    """Whether it says that there is no such bucket, in s3fs's way."""
+    busy = 0
+    """How many objects it does not write."""
+    opened = 0
     late = False
     """Whether listings do not show yet what all know the name of."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        Slow.opened += 1
 
     def _asked(self, name: str, *given: Any, **more: Any) -> Any:
         time.sleep(Slow.seconds / 2)
@@ -45,12 +56,17 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
             time.sleep(Slow.seconds / 2)
 
     def pipe_file(self, *given: Any, **more: Any) -> Any:
+        if Slow.busy > 0:
+            Slow.busy -= 1
+            raise OSError("503 Slow Down")
         return self._asked("pipe_file", *given, **more)
 
     def cat_file(self, *given: Any, **more: Any) -> Any:
         return self._asked("cat_file", *given, **more)
 
     def ls(self, *given: Any, **more: Any) -> Any:
+        if Slow.missing:
+            raise FileNotFoundError("The specified bucket does not exist") from OSError("NoSuchBucket")
         if Slow.hides > 0:
             Slow.hides -= 1
             raise FileNotFoundError(given[0])
@@ -75,6 +91,7 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
 def slow() -> Iterator[None]:
     fsspec.register_implementation("slow", Slow, clobber=True)
     yield
+    Slow.missing, Slow.busy = False, 0
     Slow.seconds, Slow.kept, Slow.feigns, Slow.fails, Slow.hides, Slow.late = 0.0, False, False, False, 0, False
 
 
@@ -183,6 +200,27 @@ def test_a_store_that_only_fails_to_remove_is_not_away(tmp_path: Path, monkeypat
         Slow.fails = False
         until(lambda: len(one.look(time.monotonic()).written) <= 4, patience(5))  # a beat of each, or two
     assert not fsspec.filesystem("slow").find(f"/{tmp_path.name}/fails")
+
+
+@pytest.mark.usefixtures("slow")
+def test_that_there_is_no_such_bucket_is_told_at_once_also_to_who_only_looks(tmp_path: Path) -> None:
+    Slow.missing = True
+    for listed in (True, False):
+        with (
+            pytest.raises(UserError, match=r"is not there: The specified bucket does not exist; see that"),
+            seats("slow://none", tmp_path, 0) as run,
+        ):
+            run.sit("one", patience(10), listed=listed)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_store_that_is_busy_once_is_not_opened_anew_but_one_that_is_so_again(tmp_path: Path) -> None:
+    store = Store(f"slow://{tmp_path.name}/busy", patience(10), Traffic())
+    opened = Slow.opened
+    for busy, anew in ((1, 0), (3, 2)):
+        Slow.busy = busy
+        store.put(f"after {busy}", b"1")
+        assert Slow.busy == 0 and Slow.opened - opened == anew
 
 
 @pytest.mark.usefixtures("slow")
