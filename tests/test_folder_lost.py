@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,17 @@ def test_on_a_full_disk_nothing_is_left_of_what_could_not_be_written(disk: Path)
         with pytest.raises(StoreAwayError, match="No space left on device"):
             write("large", bytes(1 << 22))
     assert store.names() == {filler.name: filler.stat().st_size}
+
+
+def test_a_disk_that_may_not_be_written_is_told_of_in_the_same_words_each_time(disk: Path) -> None:
+    store = Store(disk.as_uri(), 0.2, Traffic())
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    told = set()
+    for number in range(2):
+        with pytest.raises(StoreAwayError, match="Read-only file system") as error:
+            store.put(f"object-{number}", b"1")
+        told.add(str(error.value))
+    assert len(told) == 1
 
 
 def test_what_one_is_the_first_to_write_is_all_that_lies_there(tmp_path: Path) -> None:

@@ -256,7 +256,9 @@ class Store:
 
 
 def _told(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """What an error says, without the name of a file that was not whole, which is another each time."""
+    told = re.sub(rf"/{re.escape(BESIDE)}[0-9a-f]{{16}}\b", "", str(error))
+    return " ".join(told.split())[:200] or type(error).__name__
 
 
 def clock_of(store: Store, name: str) -> float | None:
