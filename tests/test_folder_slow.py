@@ -41,6 +41,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
     busy = 0
     """How many objects it does not write."""
     opened = 0
+    refuses = False
+    """Whether it lets nobody write."""
     late = False
     """Whether listings do not show yet what all know the name of."""
 
@@ -56,6 +58,8 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
             time.sleep(Slow.seconds / 2)
 
     def pipe_file(self, *given: Any, **more: Any) -> Any:
+        if Slow.refuses:
+            raise PermissionError("Access Denied")
         if Slow.busy > 0:
             Slow.busy -= 1
             raise OSError("503 Slow Down")
@@ -91,7 +95,7 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]
 def slow() -> Iterator[None]:
     fsspec.register_implementation("slow", Slow, clobber=True)
     yield
-    Slow.missing, Slow.busy = False, 0
+    Slow.missing, Slow.busy, Slow.refuses = False, 0, False
     Slow.seconds, Slow.kept, Slow.feigns, Slow.fails, Slow.hides, Slow.late = 0.0, False, False, False, 0, False
 
 
@@ -239,3 +243,19 @@ def test_an_empty_listing_is_not_believed_where_own_objects_must_be_in_it(tmp_pa
         with pytest.raises(StoreAwayError, match="nothing of what this peer has written"):
             one.look(time.monotonic())
         assert not one.guard.refused and one.notes.last.written == before
+
+
+@pytest.mark.usefixtures("slow")
+def test_who_may_not_write_is_told_at_once_and_waited_for_where_it_could_before(tmp_path: Path) -> None:
+    traffic = Traffic()
+    store = Store(f"slow://{tmp_path.name}/refuses", 0.5, traffic)
+    Slow.refuses = True
+    with pytest.raises(StoreAwayError, match="does not let this peer write: Access Denied"):
+        store.put("a", b"1")
+    assert traffic.requests == 1
+    Slow.refuses = False
+    store.put("a", b"1")
+    Slow.refuses = True
+    with pytest.raises(StoreAwayError, match=r"has failed for 0\.5 s: Access Denied"):
+        store.put("b", b"1")
+    assert traffic.requests > 3

@@ -13,7 +13,8 @@ from processes import SMALL, fill, free_port, run_here, same_weights, trained
 from warm import Python
 
 from farflung.errors import UserError
-from farflung.training import checkpoint
+from farflung.files import event_files
+from farflung.training import beginning, checkpoint
 from farflung.training.events import holds_a_run
 from farflung.training.export import export
 from farflung.training.stopping import StoppedError
@@ -199,6 +200,22 @@ def test_a_restart_removes_nothing_before_all_machines_have_agreed_to_it(run: Pa
         assert same_weights(run, folder, STEPS, [number]) and (folder / "summary.json").exists()
         first = json.loads((folder / "events" / f"replica-{number}.jsonl").read_text().splitlines()[0])
         assert not first["resumed"]
+
+
+def test_what_another_machine_removes_while_a_run_is_cleared_is_no_fault(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looked = tmp_path / "run", list[list[Path]]()
+    shutil.copytree(run, folder)
+
+    def removed_meanwhile(where: Path) -> list[Path]:
+        looked.append(event_files(where))
+        shutil.rmtree(where / "events")
+        return looked[-1]
+
+    monkeypatch.setattr(beginning, "event_files", removed_meanwhile)
+    beginning.clear(folder)
+    assert looked[0] and not (folder / "events").exists() and not (folder / "checkpoints").exists()
 
 
 def test_machines_that_share_a_folder_begin_anew_together(run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -154,7 +155,8 @@ def refuse_while_trained(folder: Path) -> None:
     """Refuses to touch a run that another process trains. Raises UserError."""
     with disk_errors(f"write to {folder}", "see to it, or begin a run in another folder with --out"):
         for path in event_files(folder):
-            events.locked(path).close()
+            with contextlib.suppress(FileNotFoundError):  # another machine shares the folder, and has removed it
+                events.locked(path).close()
 
 
 def clear(folder: Path) -> None:
@@ -168,8 +170,11 @@ def clear(folder: Path) -> None:
         # What is left of a run is known by its events.
         for path in (*(folder / name for name in others), *below, folder / "events"):
             while path.exists():
-                with contextlib.suppress(FileNotFoundError):  # another machine shares the folder, and was quicker
+                try:
                     shutil.rmtree(path)
+                except OSError as error:  # another machine shares the folder: it was quicker, or has just looked there
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                        raise
 
 
 @contextlib.contextmanager

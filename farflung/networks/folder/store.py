@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 from statistics import mean
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
-from tenacity import RetryCallState, Retrying, retry_if_not_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from farflung.errors import UserError
 from farflung.networks.base import Traffic
@@ -51,6 +52,8 @@ class Store:
         self._patience_s = patience_s
         self._link = threading.Lock()
         self._listings = deque[float](maxlen=MEASURED)
+        self._answered: set[str] = set()
+        """What this peer may do there."""
         self._open()
         self._turn = threading.Lock() if self._kind.one_at_a_time else contextlib.nullcontext()
         self._creates = (
@@ -81,7 +84,7 @@ class Store:
         if not self._kind.rename:
             return
         try:
-            self._asked(lambda: self._files.makedirs(self._root, exist_ok=True))
+            self._asked("make it", lambda: self._files.makedirs(self._root, exist_ok=True))
         except FileExistsError as error:
             raise StoreAwayError(f"{self.url} is a file: {_told(error)}") from error
         except FileNotFoundError as error:
@@ -91,7 +94,8 @@ class Store:
         """Writes an object that nobody else writes; others see all of it or nothing. Raises StoreAwayError."""
         turn = self._link if len(content) > LARGE else contextlib.nullcontext()
         with turn, contextlib.suppress(FileExistsError):  # a request whose answer was lost has written it
-            self._asked(lambda: self._into_folder(self._write if content else self._write_at_once, name, content))
+            write = self._write if content else self._write_at_once
+            self._asked("write", lambda: self._into_folder(write, name, content))
         self.traffic.bytes_sent += len(content)
 
     def create(self, name: str, content: bytes) -> bool:
@@ -104,7 +108,7 @@ class Store:
             self._into_folder(self._write if self._kind.rename else self._new, name, content)
 
         try:
-            self._asked(write)
+            self._asked("write", write)
         except FileExistsError:
             return False
         self.traffic.bytes_sent += len(content)
@@ -122,7 +126,7 @@ class Store:
         """
         self._files.invalidate_cache()
         try:
-            found = self._asked(lambda: self._listed(some))
+            found = self._asked("list", lambda: self._listed(some))
         except FileNotFoundError as error:
             if self._kind.rename:  # where `begin` has made it
                 raise StoreAwayError(f"{self.url} is not there any more") from error
@@ -139,7 +143,7 @@ class Store:
 
     def get(self, name: str, begin: int, end: int) -> bytes:
         """A part of an object's content, or what there is of it. Raises FileNotFoundError and StoreAwayError."""
-        content = self._asked(lambda: self._kind.read(self._files, self._path(name), begin, end))
+        content = self._asked("read", lambda: self._kind.read(self._files, self._path(name), begin, end))
         self.traffic.bytes_received += len(content)
         return content
 
@@ -164,7 +168,7 @@ class Store:
             return True
 
         with contextlib.suppress(FileNotFoundError):
-            return self._asked(ask)
+            return self._asked("remove", ask)
         return True
 
     def _listed(self, some: bool) -> Any:
@@ -224,8 +228,11 @@ class Store:
         else:
             self._files.pipe_file(self._path(name), content)
 
-    def _asked(self, request: Callable[[], T]) -> T:
-        """The answer to a request, tried again while it fails. Raises StoreAwayError."""
+    def _asked(self, what: str, request: Callable[[], T]) -> T:
+        """The answer to a request, tried again while it fails. Raises StoreAwayError.
+
+        One that is refused is tried again only where such a request was answered before: keys expire, and are renewed.
+        """
 
         def ask() -> T:
             self.traffic.requests += 1
@@ -238,21 +245,34 @@ class Store:
             with self._turn, contextlib.suppress(UserError):  # a connection that has broken does not mend by itself
                 self._open()
 
+        def refused(error: BaseException) -> bool:
+            return what not in self._answered and _is_refusal(error)
+
         tries = Retrying(
-            retry=retry_if_not_exception_type(FINAL),
+            retry=retry_if_exception(lambda error: not (isinstance(error, FINAL) or refused(error))),
             stop=stop_after_delay(self._patience_s),
             wait=wait_random_exponential(multiplier=0.1, max=LONGEST_PAUSE_SECONDS),
             after=anew,
             reraise=True,
         )
         try:
-            return tries(ask)
+            answer = tries(ask)
+            self._answered.add(what)
+            return answer
         except NotADirectoryError as error:
             raise StoreAwayError(f"{self.url} leads through a file: {_told(error)}") from error
         except FINAL:
             raise
         except Exception as error:
+            if refused(error):
+                raise StoreAwayError(f"{self.url} does not let this peer {what}: {_told(error)}") from error
             raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {_told(error)}") from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the store says that this peer's access is not enough."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return isinstance(error, PermissionError) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def _told(error: Exception) -> str:
