@@ -11,8 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import patience, until
@@ -43,21 +44,26 @@ class Shell:
         if not self.pid:
             os.chdir(folder)
             os.execvp("bash", ["bash", "--norc", "-i"])
+        os.set_blocking(self._terminal, False)
 
     def type(self, line: str) -> None:
         os.write(self._terminal, f"{line}\n".encode())
 
+    def until(self, holds: Callable[[], Any]) -> None:
+        """Waits until something holds, and shows what comes meanwhile: a terminal that does not stops who writes."""
+
+        def held() -> bool:
+            with contextlib.suppress(OSError):  # there is nothing to read, or nobody left to write
+                os.read(self._terminal, 1 << 16)
+            return bool(holds())
+
+        until(held)
+
     def exit(self) -> None:
         """As a user does; then the terminal's window closes."""
         self.type("exit")
-        os.set_blocking(self._terminal, False)
-        until(self._has_ended)
+        self.until(lambda: os.waitpid(self.pid, os.WNOHANG)[0] == self.pid)
         os.close(self._terminal)
-
-    def _has_ended(self) -> bool:
-        with contextlib.suppress(OSError):  # there is nothing to read, or nobody left to write
-            os.read(self._terminal, 1 << 16)
-        return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
 
 
 def line(how: str, *arguments: object, **variables: object) -> str:
@@ -85,7 +91,7 @@ def test_a_run_outlives_the_shell_that_has_started_it(tmp_path: Path, what: str,
         shell = Shell(tmp_path)
         for command in commands:
             shell.type(command)
-        until(lambda: list(tmp_path.glob("run/checkpoints/step-*")))
+        shell.until(lambda: list(tmp_path.glob("run/checkpoints/step-*")))
         shell.exit()
         codes = [os.waitpid(int(pid), 0)[1] for pid in (tmp_path / "pids").read_text().split()]
     for process in swarm.processes:
