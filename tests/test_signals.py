@@ -97,7 +97,7 @@ def stopped(command: list[str], folder: Path, seconds: float, terminal: bool) ->
         process.send_signal(signal.SIGTERM)
     try:
         after = read_until(ours, time.monotonic() + patience(60))
-        return plain(before), plain(after).removeprefix("^C"), process.wait(patience(60))
+        return plain(before), plain(after).replace("^C", ""), process.wait(patience(60))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
