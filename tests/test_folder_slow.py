@@ -259,3 +259,11 @@ def test_who_may_not_write_is_told_at_once_and_waited_for_where_it_could_before(
     with pytest.raises(StoreAwayError, match=r"has failed for 0\.5 s: Access Denied"):
         store.put("b", b"1")
     assert traffic.requests > 3
+
+
+@pytest.mark.usefixtures("slow")
+def test_nobody_is_asked_for_nothing(tmp_path: Path) -> None:
+    """As a member may say of its object's size: some servers answer an error then, as one that is away does."""
+    traffic = Traffic()
+    store = Store(f"slow://{tmp_path.name}/nothing", 0.5, traffic)
+    assert store.get("a", 0, 0) == b"" and traffic.requests == 0

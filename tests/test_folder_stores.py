@@ -107,6 +107,7 @@ def test_a_webdav_server_is_asked_no_more_than_it_must_be(
         assert asked(store.names) == ["PROPFIND"]
         assert asked(lambda: store.get("one", 0, 100_000)) == ["GET"]
         assert asked(lambda: store.get("one", 10, 20)) == ["GET"]
+        assert asked(lambda: store.get("one", 10, 10)) == []
         assert asked(lambda: store.remove(["one", "empty"])) == ["DELETE"] * 2
 
 

@@ -1,5 +1,6 @@
 """Run folders that disks, copies and other programs have spoilt, and those that cannot be written to."""
 
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from warm import Python
 
 from farflung.errors import UserError
 from farflung.files import event_files
-from farflung.training import beginning, checkpoint
+from farflung.training import beginning, checkpoint, events
 from farflung.training.events import holds_a_run
 from farflung.training.export import export
 from farflung.training.stopping import StoppedError
@@ -216,6 +217,21 @@ def test_what_another_machine_removes_while_a_run_is_cleared_is_no_fault(
     monkeypatch.setattr(beginning, "event_files", removed_meanwhile)
     beginning.clear(folder)
     assert looked[0] and not (folder / "events").exists() and not (folder / "checkpoints").exists()
+
+
+def test_what_stays_of_a_run_that_is_cleared_is_told_in_time(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a network drive keeps a file that somebody has open."""
+    shutil.copytree(run, folder := tmp_path / "run")
+    monkeypatch.setattr(events, "ENDING_SECONDS", 0.2)
+
+    def kept(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(beginning.shutil, "rmtree", kept)
+    with pytest.raises(UserError, match=r"cannot remove the old run in .*: Directory not empty"):
+        beginning.clear(folder)
 
 
 def test_machines_that_share_a_folder_begin_anew_together(run: Path, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bench.lib.runs import Runs
-from bench.lib.store import Settings
+from bench.lib.store import Result, Settings
 from farflung.methods import defaults_of
 
 Point = dict[str, float]
+Tuned = tuple[Settings, dict[int, Result]]
+"""A row's settings with what a search has found, and its results by seed."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,19 @@ def tune(
     return settings | found
 
 
-def tune_all(runs: Runs, rows: dict[str, Settings], budget: int, seeds: tuple[int, ...]) -> None:
+def tune_all(
+    runs: Runs,
+    rows: dict[str, Settings],
+    budget: int,
+    seeds: tuple[int, ...],
+    along: tuple[Axis, ...] = AXES,
+    begin: Point = START,
+) -> dict[str, Tuned]:
     """Searches for all rows at once, on the first seed, and runs what was found on all."""
 
-    def row(name: str) -> None:
-        for future in runs.start_all(tune(runs, name, rows[name], budget, seeds[0]), seeds):
-            future.result()
+    def row(name: str) -> Tuned:
+        found = tune(runs, name, rows[name], budget, seeds[0], along, begin)
+        return found, runs.on_seeds(found, seeds)
 
-    with ThreadPoolExecutor(len(rows)) as threads:
-        list(threads.map(row, rows))
+    with ThreadPoolExecutor(max(1, len(rows))) as threads:
+        return dict(zip(rows, threads.map(row, rows), strict=True))

@@ -7,14 +7,13 @@ each row and batch. Takes about an hour on two cores.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from statistics import mean
 
 from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, START, WITH_MUON, tune
-from bench.lib.store import Result, Settings, Store
+from bench.lib.search import AXES, START, WITH_MUON, Tuned, tune_all
+from bench.lib.store import Settings, Store
 from bench.lib.table import Cell, Part, Table
 
 WAYS: dict[str, Settings] = {
@@ -62,22 +61,19 @@ SMOKE = Options(steps=8, factors=(1, 2), every=2, seeds=(0,), budget=1, replicas
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     keys = list(product(options.ways, options.factors))
-    with Runs(store, {}) as runs, ThreadPoolExecutor(len(keys)) as threads:
-
-        def row(key: Key) -> tuple[Settings, dict[int, Result]]:
-            way, factor = key
-            begin = WITH_MUON if WAYS[way]["inner"] == "muon" else START
-            name = f"{way}, {factor} times the batch, {options.steps} steps"
-            found = tune(runs, name, options.of(way, factor), options.budget, options.seeds[0], AXES[:1], begin)
-            return found, runs.on_seeds(found, options.seeds)
-
-        found = dict(zip(keys, threads.map(row, keys), strict=True))
+    names = {key: "{}, {} times the batch, {} steps".format(*key, options.steps) for key in keys}
+    tuned: dict[str, Tuned] = {}
+    with Runs(store, {}) as runs:
+        for inner, begin in (("adamw", START), ("muon", WITH_MUON)):
+            rows = {names[key]: options.of(*key) for key in keys if WAYS[key[0]]["inner"] == inner}
+            tuned |= tune_all(runs, rows, options.budget, options.seeds, AXES[:1], begin)
+    found = {key: tuned[name] for key, name in names.items()}
     columns = ("", "batch", "loss", "to its smallest", "to ddp", "tuned to")
     title = f"{options.replicas} replicas, the tokens of {options.steps} steps of {BATCH} sequences each"
     yield Table(dict.fromkeys(columns, ""), [line(key, found, options) for key in keys], title)
 
 
-def line(key: Key, found: dict[Key, tuple[Settings, dict[int, Result]]], options: Options) -> tuple[Cell, ...]:
+def line(key: Key, found: dict[Key, Tuned], options: Options) -> tuple[Cell, ...]:
     """A row, beside its own smallest batch, and beside ddp with the same optimizer and batch."""
     way, factor = key
     settings, results = found[key]

@@ -8,13 +8,12 @@ what is made is kept, so that it can be stopped and goes on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import mean
 
 from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, START, tune
-from bench.lib.store import Result, Settings, Store
+from bench.lib.search import AXES, Tuned, tune_all
+from bench.lib.store import Settings, Store
 from bench.lib.table import Cell, Part, Table
 
 NOLOCO: Settings = {"method": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5}
@@ -57,21 +56,17 @@ SMOKE = Options(rounds=(2,), seeds=(0,), budget=1, replicas=2, ways=("DiLoCo, ev
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
+    with Runs(store, {}) as runs:
         for rounds in sorted(options.rounds):
-
-            def row(way: str, rounds: int = rounds) -> tuple[Settings, dict[int, Result]]:
-                settings, name = options.of(way, rounds), f"{way}, {rounds} rounds"
-                found = tune(runs, name, settings, options.budget, options.seeds[0], AXES[:1], START)
-                return found, runs.on_seeds(found, options.seeds)
-
-            found = dict(zip(options.ways, threads.map(row, options.ways), strict=True))
+            rows = {f"{way}, {rounds} rounds": options.of(way, rounds) for way in options.ways}
+            tuned = tune_all(runs, rows, options.budget, options.seeds, AXES[:1])
+            found = dict(zip(options.ways, tuned.values(), strict=True))
             columns = ("method", "loss", "to DiLoCo, every 50", "replicas apart", "tuned to")
             title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
             yield Table(dict.fromkeys(columns, ""), [line(way, found) for way in options.ways], title)
 
 
-def line(way: str, found: dict[str, tuple[Settings, dict[int, Result]]]) -> tuple[Cell, ...]:
+def line(way: str, found: dict[str, Tuned]) -> tuple[Cell, ...]:
     """A row, beside DiLoCo's with as many rounds as NoLoCo's."""
     settings, results = found[way]
     losses = around((one["validation_loss"] for one in results.values()), 4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -16,7 +15,7 @@ from statistics import mean
 import numpy as np
 
 from bench.lib.runs import Runs, around, in_words
-from bench.lib.search import AXES, WITH_MUON, tune
+from bench.lib.search import AXES, WITH_MUON, tune_all
 from bench.lib.sources import sources
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
@@ -80,14 +79,11 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         "eval_every": options.steps,
         "log_every": options.steps,
     }
-    with Runs(store, common, made) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
-
-        def row(way: str) -> tuple[Settings, list[Result]]:
-            settings = WAYS[way] if WAYS[way]["method"] in ("ddp", "local") else WAYS[way] | {"every": options.every}
-            found = tune(runs, way, settings, options.budget, options.seeds[0], AXES[:1], WITH_MUON)
-            return found, list(runs.on_seeds(found, options.seeds).values())
-
-        lines = [line(way, *found) for way, found in zip(options.ways, threads.map(row, options.ways), strict=True)]
+    rounds = {way: {} if WAYS[way]["method"] in ("ddp", "local") else {"every": options.every} for way in options.ways}
+    rows = {way: WAYS[way] | rounds[way] for way in options.ways}
+    with Runs(store, common, made) as runs:
+        found = tune_all(runs, rows, options.budget, options.seeds, AXES[:1], WITH_MUON)
+    lines = [line(way, settings, [*results.values()]) for way, (settings, results) in found.items()]
     title = (
         f"{options.sources} replicas, each with a source of its own; rounds every {options.every} of {options.steps} "
         "steps; nats a token above the source's entropy"

@@ -39,7 +39,6 @@ NOT_INVITED = (
 )
 """Settings that a run on the internet does not have, or that each peer gives to farflung join."""
 OBSERVES = "--observe"
-AN_OBSERVER_WAITS = "observe it once farflung status shows somebody who trains"
 FIRST = ("model", "data", "method", "every", "steps", "batch_size", "lr", "robust", "listen", "port")
 """The settings that whoever begins a run on the internet asks for."""
 
@@ -240,14 +239,14 @@ def _train(
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Trains as a peer, with some settings of its `own`; an island's processes are started to do so `again`."""
-    from farflung.training import island, onlooker, peer, seats
+    from farflung.training import island, observing, onlooker, peer, seats
     from farflung.training.launch import local_rank
 
     folder, local = Path(settings.run.out), seat.local
     place = {name: value for name, value in vars(local).items() if value != getattr(ListenAddress, name)}
     place |= {"as": seat.called} if seat.called else {}
     flags = tuple(_as_flags({**own, **place}))
-    alone = AN_OBSERVER_WAITS if settings.run.observe else _how_to_begin_again(seat.ticket or folder, folder, flags)
+    alone = observing.WHEN if settings.run.observe else _how_to_begin_again(seat.ticket or folder, folder, flags)
     part = settings.island.divided and "WORLD_SIZE" in os.environ
     if part and (STARTED_HERE in os.environ or local_rank()):
         peer.run_part(ticket, settings, local, first, seat.called, alone)

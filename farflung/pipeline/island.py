@@ -133,7 +133,8 @@ def shares_of(weights: Sequence[Any]) -> list[float]:
                 "many tokens the batch's mean loss was taken over"
             )
     numbers = [float(weight) for weight in weights]
-    return [number / (sum(numbers) or 1.0) for number in numbers]
+    total = sum(numbers) or 1.0
+    return [number / total for number in numbers]
 
 
 @dataclass

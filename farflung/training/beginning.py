@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,12 +170,14 @@ def clear(folder: Path) -> None:
         below = (path for kind in ("replica", "observer") for path in folder.glob(f"{kind}-*"))
         # What is left of a run is known by its events.
         for path in (*(folder / name for name in others), *below, folder / "events"):
+            ends = time.monotonic() + events.ENDING_SECONDS
             while path.exists():
                 try:
                     shutil.rmtree(path)
                 except OSError as error:  # another machine shares the folder: it was quicker, or has just looked there
-                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or time.monotonic() > ends:
                         raise
+                    time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ from farflung.workloads import Workload
 if TYPE_CHECKING:
     from farflung.training.onlooker import OpenNetwork
 
+WHEN = "observe it once farflung status shows somebody who trains"
+"""What to do where there was nothing to observe."""
 LOOK_SECONDS = 0.5
 """How often an observer looks whether there is something new."""
 NOTHING = packet_of(b"-")
@@ -123,8 +125,7 @@ class Peers:
         gone = time.monotonic() > self._heard + deadline
         if gone and not self._step:
             raise UserError(
-                f"nobody has trained for {deadline:g} s, and this observer has seen nothing of the run; observe it "
-                "once farflung status shows somebody who trains"
+                f"nobody has trained for {deadline:g} s, and this observer has seen nothing of the run; {WHEN}"
             )
         return gone or self._step >= self._settings.run.steps
 

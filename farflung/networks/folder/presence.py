@@ -93,8 +93,8 @@ class Presence:
         self.tidying: list[Callable[[Listing], None]] = []
         """What else is to be done with a listing now and then."""
         self._hearing = threading.Lock()
-        self._clocks = Clocks(identity.rank)
-        self._clock_fault = ""
+        self._clocks: Clocks | None = Clocks(identity.rank)
+        """Until they have found that this peer's clock is off."""
         self._cards: dict[tuple[int, int], tuple[Member, float]] = {}
         """What those who are there say of themselves, by rank and session, and when it was read."""
         self._heard: dict[int, int] = {}
@@ -177,8 +177,8 @@ class Presence:
         listing = self.notes.look(newer_than)
         with self._hearing:
             self._hear(listing.written)
-            if not self._clock_fault and (fault := self._clocks.fault(listing)):
-                self._clock_fault = fault
+            if self._clocks and (fault := self._clocks.fault(listing)):
+                self._clocks = None
                 self.tell(fault)
         return listing
 
