@@ -1,4 +1,4 @@
-"""Peers on the internet that hold the core of the model only, among others that hold all of it."""
+"""Peers that hold the core of the model only, among others that hold all of it, on the internet and in a folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from farflung.training import checkpoint
 
 
 @pytest.mark.slow
-def test_weak_peers_join_with_the_core_and_strong_ones_with_all(swarm: Swarm) -> None:
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_weak_peers_join_with_the_core_and_strong_ones_with_all(swarm: Swarm, in_folder: bool) -> None:
     """Each takes the state of what it holds; all hold rounds of the core, and the strong ones those of the rest."""
-    first = swarm.invite("--core", "heads2", "--method", "noloco")
+    at = ("--at", (swarm.folder / "store").as_uri()) if in_folder else ()
+    first = swarm.invite("--core", "heads2", "--method", "noloco", *at)
     until(lambda: swarm.step("first") > 5)
     weak = swarm.join("weak", "--core-only")
     until(lambda: swarm.averaged("weak") > 1)

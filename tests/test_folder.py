@@ -408,7 +408,6 @@ def test_a_run_begins_with_invite_and_goes_on_the_next_day_from_the_folder_alone
     [
         ({"swarm": True, "stages": 2}, "stages of a swarm call each other"),
         ({"shard": 2}, "add --gateway"),
-        ({"core": "heads2", "core_only": True}, "leave out --core-only"),
     ],
 )
 def test_what_peers_in_a_folder_cannot_do_is_refused_in_a_line(given: dict[str, Any], words: str) -> None:

@@ -16,6 +16,6 @@ class CoreSettings(Checked):
     core_only_replicas: int = setting(0, least=0)
     """The last replicas that hold, train and send the core only; the others train all of the model."""
     core_only: bool = setting(False, may_differ=BETWEEN_PEERS)
-    """On the internet: this peer holds, trains and sends the core only."""
+    """On the internet or in a folder: this peer holds, trains and sends the core only."""
     rest_every: int = setting(1, least=1)
     """Rounds of the core to one of the rest."""

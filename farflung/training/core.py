@@ -93,6 +93,6 @@ def _check_weak(settings: Settings) -> None:
                 "farflung join where a peer is to have the core only"
             )
     elif settings.core.core_only:
-        raise UserError("core_only is for a peer on the internet; here, give --core-only-replicas")
+        raise UserError("core_only is for a peer that joins a run; here, give --core-only-replicas")
     elif weak > replicas:
         raise UserError(f"core_only_replicas is {weak}, but replicas is {replicas}; choose at most that")

@@ -58,8 +58,6 @@ def check_folder(settings: Settings) -> None:
         return
     if island.swarm:
         raise UserError("stages of a swarm call each other, and peers in a folder do not; leave out --at or --swarm")
-    if settings.core.core_only:
-        raise UserError("peers in a folder do not tell who holds a core only; leave out --core-only")
     if island.divided and not island.gateway:
         raise UserError("in a folder an island's first process speaks for the others; add --gateway")
 

@@ -38,7 +38,8 @@ def looking_on(
     """
     if ticket.folder:
         with tempfile.TemporaryDirectory() as scratch:
-            network = in_folder(ticket, Path(scratch) / "onlooker.key", LOOK_SECONDS, say, name, listed=False)
+            info = parts_for(ticket).newcomer_info(ticket, name)
+            network = in_folder(ticket, Path(scratch) / "onlooker.key", LOOK_SECONDS, say, info, listed=False)
             try:
                 yield network
             finally:
@@ -61,14 +62,16 @@ def in_folder(
     key: Path,
     deadline_s: float,
     tell: Callable[[str], None],
-    name: str = "",
+    info: dict[str, Any],
     near: Network | None = None,
     listed: bool = True,
 ) -> FolderNetwork:
-    """A seat in a run whose peers meet in a folder, with the key in a file. Raises UserError."""
+    """A seat in a run whose peers meet in a folder, with the key in a file. Raises UserError.
+
+    `info` is what the peer says of itself.
+    """
     parts = parts_for(ticket)
-    info, identity = parts.newcomer_info(ticket, name), parts.Identity(key)
-    presence = parts.Presence(ticket, identity, info, tell, min(LOOK_SECONDS, deadline_s / 4), listed)
+    presence = parts.Presence(ticket, parts.Identity(key), info, tell, min(LOOK_SECONDS, deadline_s / 4), listed)
     network: FolderNetwork = parts.FolderNetwork(presence, deadline_s, near)
     return network
 

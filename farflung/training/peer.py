@@ -257,16 +257,16 @@ def _joining(
     folder = Path(settings.run.out)
     ticket = with_newer_addresses(ticket, folder / "run.ticket")
     identity = own_identity(ticket, folder, launch.is_begun(folder))
+    facts = {CORE_ONLY: 1.0} if settings.core.core_only else {}
+    info = {**parts_for(ticket).newcomer_info(ticket, name), "facts": facts}
     if ticket.folder:
-        meeting = in_folder(ticket, identity.path, settings.network.deadline, tell, name, near)
+        meeting = in_folder(ticket, identity.path, settings.network.deadline, tell, info, near)
         if not first:
             meeting.find_others()
         return meeting
     parts = internet()
     from farflung.swarm.visits import refuse_visits  # what it imports is an extra, which is there by now
 
-    facts = {CORE_ONLY: 1.0} if settings.core.core_only else {}
-    info = {**parts.newcomer_info(ticket, name), "facts": facts}
     peers: Peers = parts.Peers(ticket, identity, local, info, tell, first)
     if settings.island.swarm:  # which may have known it before, and have microbatches for it at once
         refuse_visits(peers)

@@ -67,7 +67,7 @@ class Bundles:
 
     def packet(self, written: Written, part: int) -> memoryview:
         """What another one's packet says, read by itself. Raises SealError, FileNotFoundError and StoreAwayError."""
-        rank, peer = written.note.rank, self._presence.peer_of(written.note)
+        rank, peer = written.note.rank, self._presence.card_of(written.note).peer
         if not self.bears or self._bearers[rank] != self._own or written.note.size > SMALL + OVERHEAD:
             return self._notes.read(peer, written, part)
         sealed = self._notes.store.get(written.name, 0, written.note.size)
@@ -86,7 +86,7 @@ class Bundles:
             for rank, sealed in self._sealed_in(bundle).items():
                 if rank in there and self._bearers[rank] == bearer.rank:
                     packet = there[rank]
-                    found[rank] = self._notes.unsealed(self._presence.peer_of(packet.note), packet.name, 0, sealed)
+                    found[rank] = self._notes.unsealed(self._presence.card_of(packet.note).peer, packet.name, 0, sealed)
         except (FrameError, SealError) as error:
             self._presence.guard.strike(bearer.peer, "bad bundle", f"{bearer.described}: {plain(str(error))}")
         except (FileNotFoundError, StoreAwayError):
@@ -110,5 +110,5 @@ class Bundles:
         """The packets in a bundle, by their writers' ranks. Raises FrameError, SealError and what `get` does."""
         content = memoryview(self._notes.store.get(bundle.name, 0, bundle.note.size))
         begin = OVERHEAD + _ENTRY.size * bundle.note.count
-        table = self._notes.opened(self._presence.peer_of(bundle.note), bundle.name, 0, content[:begin])
+        table = self._notes.opened(self._presence.card_of(bundle.note).peer, bundle.name, 0, content[:begin])
         return unbundled(table, content[begin:])

@@ -195,9 +195,9 @@ class Presence:
                 newest[note.rank] = one
         return newest
 
-    def peer_of(self, note: Note) -> str:
-        """The key's id of who has written a note that `of` has found."""
-        return self._cards[note.rank, note.session][0].peer
+    def card_of(self, note: Note) -> Member:
+        """What the writer of a note that `of` has found says of itself."""
+        return self._cards[note.rank, note.session][0]
 
     def found(self, rank: int) -> Member | None:
         """The member with a rank, if it is there."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from farflung.networks.base import PeerLostError, SharedState
+from farflung.networks.base import CORE_ONLY, PeerLostError, SharedState
 from farflung.networks.folder.meetings import turn
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import STAYING, Presence
@@ -21,7 +21,7 @@ from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.believing import Believed, Signs, Source, by_majority, by_spread, largest_group, signs_for
 from farflung.networks.peers.frames import Frame, FrameError, digest, entry, parsed, reading
 from farflung.networks.peers.identity import rank_of
-from farflung.networks.peers.manifests import LONGEST, Manifest, manifest_of, pieces_of
+from farflung.networks.peers.manifests import LONGEST, Manifest, described, manifest_of, pieces_of
 from farflung.networks.peers.member import Member
 from farflung.networks.peers.packing import longest, packed, unpack
 
@@ -32,11 +32,14 @@ KEPT_SECONDS = 1800.0
 ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
 """How long the first answer is waited for, and after it the others."""
 LOOK_SECONDS = 1.0
-SHARED = b"the last state"
+SHARED, SHARED_CORE = b"the last state", b"the core of the last state"
 
 
 class FolderStates:
-    """Gives this peer's state and fetches others'. No state of more than `largest` bytes is taken."""
+    """Gives this peer's state and fetches others'. No state of more than `largest` bytes is taken.
+
+    A peer that holds the core only takes and gives no more than that, and keeps nothing for when all have gone.
+    """
 
     def __init__(self, presence: Presence, largest: int) -> None:
         self.largest = largest
@@ -45,19 +48,21 @@ class FolderStates:
         self._answered: set[bytes] = set()
         self._given: dict[str, float] = {}
         """Own objects, and until when they are kept."""
-        self._last: list[str] = []
-        """Own objects of the state that is kept when all have gone."""
+        self._last: dict[bytes, list[str]] = {}
+        """Own objects of the states that are kept when all have gone, by their subjects."""
         self._refused: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "states")
         """Which writes one state after the other: the last one stays."""
         self._writing: list[Future[None]] = []
-        self._last_subject = self._notes.seals.subject(SHARED)
+        self._whole, self._core = (self._notes.seals.subject(name) for name in (SHARED, SHARED_CORE))
+        """Subjects of what is kept when all have gone: of the whole state, and of what of it is of the core."""
         presence.tidying.append(self._tidy)
 
     def stays(self, written: Written) -> bool:
         """Whether an object is of a state that is kept for when all have gone."""
-        own_before = written.note.rank == self._presence.identity.rank and written.name not in self._last
-        return written.note.kind in STAYING and written.note.subject == self._last_subject and not own_before
+        note = written.note
+        own_before = note.rank == self._presence.identity.rank and written.name not in self._last.get(note.subject, ())
+        return note.kind in STAYING and note.subject in (self._whole, self._core) and not own_before
 
     @property
     def due(self) -> bool:
@@ -67,20 +72,24 @@ class FolderStates:
     @property
     def keeps(self) -> bool:
         """Whether this is the one of those who train that keeps a state in the folder for when all have gone."""
-        return all(self._presence.identity.rank < member.rank for member in self._presence.members.training())
+        own, others = self._presence.identity.rank, self._holders(core=False)
+        return not self._core_only and all(own < rank for rank in others)
 
     def give(self, state: SharedState) -> None:
         """Writes a copy of the state, in a thread of its own."""
-        subjects = self._asked(self._notes.last)
-        self._answered |= subjects
-        content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in state.tensors.values()])
-        tensors = [[name, value.numel()] for name, value in state.tensors.items()]
+        wanted = self._asked(self._notes.last)
+        self._answered |= wanted.keys()
         if self.keeps:
-            subjects |= {self._last_subject}
+            wanted |= {self._whole: False} | ({self._core: True} if state.beside else {})
+        copies = [
+            (*described(state, core), [subject for subject, only in wanted.items() if only is core])
+            for core in set(wanted.values())
+        ]
 
         def write() -> None:
             try:
-                self._write(content.view(torch.uint8), {"facts": state.facts, "tensors": tensors}, subjects)
+                for copy in copies:
+                    self._write(*copy)
             except StoreAwayError as error:
                 self._presence.tell_once(f"the run's state was not written: {error}")
 
@@ -94,39 +103,46 @@ class FolderStates:
     def fetch(self, identical: bool) -> SharedState:
         """The state of those who train, or where nobody does, the last that was kept. Raises PeerLostError."""
         try:
-            if self._presence.members.training():
-                sources = self._answers()
-            else:
-                sources = self._described(self._states(self._last_subject))
+            givers = self._holders(self._core_only)
+            sources = self._answers(len(givers)) if givers else self._described(self._kept_ahead())
             return self._taken(sources, identical)
         except StoreAwayError as error:
             raise PeerLostError([], str(error)) from error
 
     def kept_step(self) -> int | None:
         """The step of the last state that was kept for when all have gone; None where there is none."""
-        steps = [one.note.step for one in self._states(self._last_subject)]
-        return max(steps, default=None)
+        return max((one.note.step for one in self._kept()), default=None)
 
     def refuse(self, rank: int) -> None:
         """Takes no state of a peer any more."""
         if member := self._presence.members.by_rank.get(rank):
             self._refused.add(member.peer)
 
-    def _asked(self, listing: Listing) -> set[bytes]:
-        """Whose questions this peer is to answer."""
-        asks = self._presence.of(listing.written, Kind.ASK).values()
-        own = self._presence.identity.rank
-        ranks = [own, *(member.rank for member in self._presence.members.training())]
-        return {
-            ask.note.subject
-            for ask in asks
-            if ask.note.subject not in self._answered
-            and own in sorted(ranks, key=lambda rank: turn(ask.note.subject.hex(), rank))[:GIVERS]
-        }
+    @property
+    def _core_only(self) -> bool:
+        """Whether this peer holds the core only."""
+        return CORE_ONLY in self._presence.info["facts"]
 
-    def _write(self, content: Tensor, described: Frame, subjects: Iterable[bytes]) -> None:
+    def _holders(self, core: bool) -> list[int]:
+        """The ranks of others who train what can be given to one that holds the core only, or the whole model."""
+        return [one.rank for one in self._presence.members.training() if core or CORE_ONLY not in one.facts]
+
+    def _asked(self, listing: Listing) -> dict[bytes, bool]:
+        """Whose questions this peer is to answer, and which of them are for the core only."""
+        asked = {}
+        for ask in self._presence.of(listing.written, Kind.ASK).values():
+            subject, core = ask.note.subject, CORE_ONLY in self._presence.card_of(ask.note).facts
+            givers = self._holders(core)
+            if core or not self._core_only:
+                givers.append(self._presence.identity.rank)
+            first = sorted(givers, key=lambda rank: turn(subject.hex(), rank))[:GIVERS]
+            if subject not in self._answered and self._presence.identity.rank in first:
+                asked[subject] = core
+        return asked
+
+    def _write(self, content: Tensor, description: Frame, subjects: Iterable[bytes]) -> None:
         view, said = content.numpy().data, self._presence.said
-        pieces = [view[piece] for piece in pieces_of([length for _, length in described["tensors"]])]
+        pieces = [view[piece] for piece in pieces_of([length for _, length in description["tensors"]])]
         for subject in subjects:
             names = []
             for piece in pieces:
@@ -135,21 +151,21 @@ class FolderStates:
             digests = [digest(piece) for piece in pieces]
             own = self._presence.identity.peer
             about = {"id": os.urandom(8).hex(), "digests": digests, "names": names, "peer": own}
-            told = json.dumps({**about, **described}).encode()
-            at = {"subject": subject, "step": described["facts"]["step"]}
+            told = json.dumps({**about, **description}).encode()
+            at = {"subject": subject, "step": description["facts"]["step"]}
             state = self._notes.post(Kind.STATE, lambda **who: replace(said(**who), **at), [told])  # noqa: B023
             until = time.monotonic() + KEPT_SECONDS
-            if subject == self._last_subject:
-                self._given |= dict.fromkeys(self._last, 0.0)
-                self._last = [*names, state.name]
+            if subject in (self._whole, self._core):
+                self._given |= dict.fromkeys(self._last.get(subject, ()), 0.0)
+                self._last[subject] = [*names, state.name]
             else:
                 self._given |= dict.fromkeys([*names, state.name], until)
 
-    def _answers(self) -> list[tuple[Source, list[str]]]:
-        """What peers say of their states, who are asked; of as many as answer."""
+    def _answers(self, givers: int) -> list[tuple[Source, list[str]]]:
+        """What peers say of their states, who are asked; of as many as answer, where so many can."""
         subject, said = os.urandom(SUBJECT), self._presence.said
         ask = self._notes.post(Kind.ASK, lambda **who: said(**who, subject=subject))
-        expected = min(GIVERS, len(self._presence.members.training()))
+        expected = min(GIVERS, givers)
         began, first, found = time.monotonic(), None, dict[int, Written]()
         try:
             while len(found) < expected and time.monotonic() - began < ANSWER_SECONDS:
@@ -164,10 +180,19 @@ class FolderStates:
         finally:
             self._notes.leave(ask.name)
 
-    def _states(self, subject: bytes) -> list[Written]:
-        """The newest states about something, whoever has written them, whether it is still there or not."""
+    def _kept(self) -> list[Written]:
+        """The newest states that were kept for when all have gone, whoever has written them, and is there or not."""
+        subject = self._core if self._core_only else self._whole
         listing = self._notes.last
         return [one for one in listing.written if one.note.kind == Kind.STATE and one.note.subject == subject]
+
+    def _kept_ahead(self) -> list[Written]:
+        """Those of use to this peer; while others train who have none to give, it goes back to no step before its own.
+
+        Else it would do so in each round in which it finds itself behind them.
+        """
+        least = self._presence.info["step"] if self._presence.members.training() else -1
+        return [one for one in self._kept() if one.note.step > least]
 
     def _described(self, written: Iterable[Written]) -> list[tuple[Source, list[str]]]:
         """Whose states can be taken, the furthest first."""
@@ -249,13 +274,14 @@ class FolderStates:
         for name in over:
             del self._given[name]
         self._notes.leave(*over)
-        kept = self._states(self._last_subject)
-        newest = max((one.note.time for one in kept), default=0.0)
+        subjects = (self._whole, self._core)
+        kept = [one.note for one in listing.written if one.note.kind == Kind.STATE and one.note.subject in subjects]
+        newest = max((note.time for note in kept), default=0.0)
         for one in listing.written:
             note = one.note
             if note.kind not in STAYING or self._presence.found(note.rank):
                 continue
-            last = note.subject == self._last_subject and newest - note.time <= KEPT_SECONDS
+            last = note.subject in subjects and newest - note.time <= KEPT_SECONDS
             old = min(time.time() - note.time, now - one.seen) > KEPT_SECONDS  # clocks may be wrong
             if old and not last and note.rank != self._presence.identity.rank:
                 self._notes.leave(one.name)

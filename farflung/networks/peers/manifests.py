@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
+from farflung.networks.base import SharedState
 from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, reading, whole
 from farflung.networks.peers.member import FURTHEST
 
@@ -43,6 +47,14 @@ class Manifest:
     def like(self, other: Manifest, identical: bool) -> bool:
         """Whether pieces of both make one state; where peers are `identical`, only those of the same bits."""
         return self.tensors == other.tensors and (not identical or self.digests == other.digests)
+
+
+def described(state: SharedState, core: bool = False) -> tuple[Tensor, Frame]:
+    """A copy of a state, or of what of it is of the core, as bytes; and the facts and tensors of its description."""
+    tensors = {name: value for name, value in state.tensors.items() if not (core and name in state.beside)}
+    content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in tensors.values()])
+    told = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in tensors.items()]}
+    return content.view(torch.uint8), told
 
 
 @reading("a state's description")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
@@ -20,7 +19,7 @@ from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.peers.believing import sketches_of
 from farflung.networks.peers.frames import Frame, digest, entry, whole, write_payload
-from farflung.networks.peers.manifests import pieces_of
+from farflung.networks.peers.manifests import described, pieces_of
 from farflung.networks.peers.member import MOST_STAGES
 from farflung.networks.peers.packing import packed
 
@@ -74,7 +73,7 @@ class Snapshots:
         """Takes a copy of the state, at the end of a step, for those who wait."""
         background = self._peers.background
         for core in {core for _, core in tuple(self._wanted)}:
-            background.look_after(background.submit(self._keep(*_described(state, core), core)))
+            background.look_after(background.submit(self._keep(*described(state, core), core)))
 
     async def _on_state(self, stream: PeerStream, frame: Frame) -> None:
         stage, core = frame.get("stage", self._peers.info["stage"]), frame.get("core") is True
@@ -145,7 +144,7 @@ class Snapshots:
         """What this peer keeps of a stage that it does not serve. Raises RequestRefusedError."""
         if (state := await asyncio.to_thread(self.lent, stage)) is None:
             raise RequestRefusedError(f"this peer has no copy of stage {stage}")
-        return await self._made_of(*_described(state), stage)
+        return await self._made_of(*described(state), stage)
 
     async def _made_of(self, content: Tensor, described: Frame, stage: int, core: bool = False) -> Frame:
         view = content.numpy().data
@@ -176,11 +175,3 @@ class Snapshots:
         async with turn:
             with contextlib.suppress(*UNREACHABLE):
                 await self._answer(stream, await asyncio.to_thread(packed, piece))
-
-
-def _described(state: SharedState, core: bool = False) -> tuple[Tensor, Frame]:
-    """A state, or what of it is of the core, as bytes, and what they are."""
-    tensors = {name: value for name, value in state.tensors.items() if not (core and name in state.beside)}
-    content = torch.cat([value.detach().flatten().to("cpu", torch.float32) for value in tensors.values()])
-    described = {"facts": state.facts, "tensors": [[name, value.numel()] for name, value in tensors.items()]}
-    return content.view(torch.uint8), described
