@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,8 @@ import pytest
 from fsspec.config import conf, set_conf_env
 from patience import patience
 
-from bench.lib.folders import FOLDERS, Disk, missing, unavailable
+from bench.lib.folders import FOLDERS, Disk, OpenSsh, missing, unavailable
+from farflung.errors import UserError
 from farflung.networks.base import Traffic
 from farflung.networks.folder.store import Store, StoreAwayError
 
@@ -159,3 +161,30 @@ def test_an_ssh_server_far_away_is_not_waited_for_with_each_part_of_an_object(na
         assert seconds(lambda: store.put("one", content)) < 6 * listing
         assert seconds(lambda: store.get("one", 0, 1 << 20)) < 6 * listing
         assert store.get("one", 0, 2 << 20) == content and store.get("one", 5, 600_000) == content[5:600_000]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ed25519", "rsa", "ecdsa"])
+def test_an_ssh_server_with_another_key_than_is_noted_of_it_is_refused_before_one_logs_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever type of key is noted, the server, which has one of each, shows that."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    noted = tmp_path / "home" / ".ssh" / "known_hosts"
+    noted.parent.mkdir(parents=True)
+    with serving("openssh", tmp_path) as server:
+        assert isinstance(server, OpenSsh)
+        name = f"[127.0.0.1]:{server.port}"
+        noted.write_text(f"{name} {server.host_keys[kind].with_suffix('.pub').read_text()}")
+        Store(server.url, patience(5), Traffic()).begin()
+        subprocess.run(["ssh-keygen", "-H", "-f", noted], check=True, capture_output=True)
+        assert name not in noted.read_text(), "names may be written so that nobody can read them"
+        Store(server.url, patience(5), Traffic()).begin()
+        other = tmp_path / "other"
+        subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", other], check=True)
+        noted.write_text(f"{name} {other.with_suffix('.pub').read_text()}")
+        with pytest.raises(UserError, match=r"is not the one that ~/\.ssh/known_hosts has") as told:
+            Store(server.url, patience(5), Traffic())
+        assert "ssh-keygen -R" in str(told.value) and "\n" not in str(told.value)
+        subprocess.run(["ssh-keygen", "-R", name, "-f", noted], check=True, capture_output=True)
+        Store(server.url, patience(5), Traffic()).begin()

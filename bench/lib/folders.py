@@ -182,20 +182,19 @@ class OpenSsh(Served):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._keys = folder.parent / "host", folder.parent / "user"
+        self.host_keys = {kind: folder.parent / f"host-{kind}" for kind in ("rsa", "ecdsa", "ed25519")}
+        self._user = folder.parent / "user"
         self.url = f"sftp://{getpass.getuser()}@127.0.0.1:{self.port}{folder.resolve()}/run"
-        self.environment = {"FSSPEC_SFTP_KEY_FILENAME": str(self._keys[1])}
-        for key in self._keys:
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+        self.environment = {"FSSPEC_SFTP_KEY_FILENAME": str(self._user)}
+        for kind, key in [*self.host_keys.items(), ("ed25519", self._user)]:
+            subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", str(key)], check=True)
 
     def command(self) -> list[str]:
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # it separates privileges there
-        host, user = self._keys
         options = {
             "ListenAddress": f"127.0.0.1:{self.port}",
-            "HostKey": host,
-            "AuthorizedKeysFile": user.with_suffix(".pub"),
+            "AuthorizedKeysFile": self._user.with_suffix(".pub"),
             "StrictModes": "no",  # the folder of a bench may be anybody's
             "PidFile": "none",
             "PermitRootLogin": "prohibit-password",
@@ -203,7 +202,8 @@ class OpenSsh(Served):
         }
         program = shutil.which(self.program)
         assert program
-        return [program, "-D", "-e", "-f", "/dev/null", *(f"-o{name} {value}" for name, value in options.items())]
+        told = [*options.items(), *(("HostKey", key) for key in self.host_keys.values())]
+        return [program, "-D", "-e", "-f", "/dev/null", *(f"-o{name} {value}" for name, value in told)]
 
     def pause(self) -> None:
         assert self._process

@@ -56,16 +56,20 @@ def kind_of(protocols: Iterable[str]) -> StoreKind:
 
 
 def options_for(url: str) -> dict[str, Any]:
-    """What a store must be told besides its URL: how long it may stand still, and a WebDAV server's address.
+    """What a store must be told besides its URL: how long it may stand still, whose key to compare, a server's address.
 
-    That is not given where fsspec's settings do. Trying again is not the store's work, which would take minutes.
+    That of a WebDAV server is not given where fsspec's settings do. Trying again is not the store's work, which would
+    take minutes.
     """
     protocol, _, rest = url.partition("://")
     if protocol in ("s3", "s3a"):
         waits = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS, "retries": {"max_attempts": 0}}
         return {"config_kwargs": waits}
     if protocol in ("sftp", "ssh"):
-        return dict.fromkeys(("timeout", "banner_timeout", "auth_timeout", "channel_timeout"), STALL_SECONDS)
+        from farflung.networks.folder.host_keys import comparing  # what it imports comes with no extra
+
+        waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout", "channel_timeout"), STALL_SECONDS)
+        return {**waits, **comparing(url)}
     if protocol == "webdav":
         address = conf.get(protocol, {}).get("base_url", f"https://{rest.partition('/')[0]}")
         return {"base_url": address, "timeout": STALL_SECONDS}

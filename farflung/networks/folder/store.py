@@ -75,6 +75,8 @@ class Store:
                 self._files.retries = 1
         except ImportError as error:
             raise UserError(f"cannot open {self.url}: {error}; install it with pip") from error
+        except UserError as error:
+            raise UserError(f"cannot open {self.url}: {error}") from error
         except Exception as error:  # each store has errors of its own for what it cannot reach
             why = f"cannot open {self.url}: {error}"
             raise UserError(f"{why}; see that the address and your access are right") from error
