@@ -56,15 +56,37 @@ def learnt(model: Any, precision: str, batches: int = 1) -> list[Tensor]:
     return losses + [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def applied(model: Any, plan: Sequence[Mode], far: Any, prefetch: int = 100_000) -> None:
+def applied(model: Any, plan: Sequence[Mode], far: Any, prefetch: int = 100_000, compiled: bool = False) -> None:
     layers = layers_of(model)
     plans = [LayerPlan(mode) for mode in plan]
-    modes.apply(layers, plans, [cost()] * len(layers), prefetch, Threads(far, CPU))
+    modes.apply(layers, plans, [cost()] * len(layers), modes.Calling(Threads(far, CPU), prefetch, compiled))
 
 
 def plans_of(layers: int) -> list[list[Mode]]:
     draw = random.Random(0)
     return [[mode] * layers for mode in MODES] + [draw.choices(MODES, k=layers) for _ in range(20)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_plan_of_compiled_layers_gives_their_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    model = model_of(family)
+    for layer in layers_of(model):
+        layer.compile(dynamic=False)
+    kept = learnt(model, "float32")
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None
+    moved = HostMemory()
+    for plan in plans_of(len(layers_of(model)))[:12]:
+        applied(model, plan, moved, prefetch=50_000, compiled=True)
+        assert all(map(torch.equal, learnt(model, "float32"), kept)), plan
+    modes.undo(layers_of(model))
+    eager = learnt(model, "float32")
+    assert not all(map(torch.equal, eager, kept)), "else nothing was compiled"
+    assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in zip(eager, kept, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -132,7 +154,7 @@ def test_what_is_near_keeps_to_its_limit() -> None:
     of_layer = saved.bytes // 8
     for mode, room in tried:
         costs = [cost(of_layer, tokens.numel() * 128 * 4)] * 8
-        modes.apply(layers, [LayerPlan(mode)] * 8, costs, room * of_layer, Threads(HostMemory(), CPU))
+        modes.apply(layers, [LayerPlan(mode)] * 8, costs, modes.Calling(Threads(HostMemory(), CPU), room * of_layer))
         for _ in range(2):
             with Held() as held:
                 models.sequence_loss(model, tokens, tokens, None).backward()

@@ -50,7 +50,7 @@ class Small:
 
     def peak(self, plan: Plan) -> int:
         """Of a step with a plan, in bytes, after one that has made the optimizer's state."""
-        modes.apply(self.layers, plan.layers, self.profile.layers, plan.prefetch_bytes, self.copies)
+        modes.apply(self.layers, plan.layers, self.profile.layers, modes.Calling(self.copies, plan.prefetch_bytes))
         self.step()
         tracker = MemTracker()
         tracker.track_external(self.model, self.optimizer)

@@ -235,9 +235,14 @@ def losses(folder: Path) -> list[float | None]:
 
 
 @pytest.mark.slow
-def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_with_little_memory_is_bit_for_bit_one_with_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
     """Too little is told with how much is enough. A run that goes on follows the plan that it has kept."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     usual = [*ALONE, "--inner", "adamw", "--steps", "12", "--sequence-length", "128", "--batch-size", "64"]
+    usual += ["--compile"] * compiled
     train(tmp_path / "much", *usual)
     far, little = ("--far-folder", str(tmp_path / "far")), tmp_path / "little"
     with pytest.raises(AssertionError, match=r"cannot be made with 0\.001 GB of memory; give at") as caught:

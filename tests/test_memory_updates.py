@@ -41,7 +41,7 @@ class Run:
                 self.weights = FarWeights(layers[1:], home)
                 cost = LayerCost(1, 2, 100_000, 8_000, 0, 0, 0, 0, 0)
                 plans = [LayerPlan(MODES[number % 4]) for number in range(len(layers))]
-                modes.apply(layers, plans, [cost] * len(layers), 0, copies)
+                modes.apply(layers, plans, [cost] * len(layers), modes.Calling(copies, 0))
             own = [{id(parameter) for parameter in layer.parameters()} for layer in layers[1:]]
             parts = [{name: p for name, p in named.items() if id(p) in ids} for ids in own]
             homes = self.weights.homes if self.weights else {}

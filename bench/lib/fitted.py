@@ -92,7 +92,7 @@ class Trained:
     @contextmanager
     def planned(self, plan: Plan, profile: Profile, copies: Copies) -> Iterator[None]:
         """A context in which steps follow a plan."""
-        modes.apply(self.layers, plan.layers, profile.layers, plan.prefetch_bytes, copies)
+        modes.apply(self.layers, plan.layers, profile.layers, modes.Calling(copies, plan.prefetch_bytes))
         try:
             yield
         finally:

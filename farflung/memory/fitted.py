@@ -58,6 +58,7 @@ class Record:
         passes: forward and backward passes in a step; the plan's seconds are of one.
         far: the folder in which what is far lies; "" for the host's memory.
         device: the kind that it was measured on.
+        compiled: whether layers were compiled.
     """
 
     memory: str
@@ -67,6 +68,7 @@ class Record:
     plan: Plan
     profile: Profile
     device: str = ""
+    compiled: bool = False
 
     @property
     def seconds(self) -> float:
@@ -137,7 +139,7 @@ class Fitted:
         cap, profile = min(caps), worst(profiles)
         allowed, places = self._choices()
         plan = search(profile, cap, clip=clip, modes=allowed, states=places)
-        return Record(memory, cap, passes, self._folder, plan, profile, device.type)
+        return Record(memory, cap, passes, self._folder, plan, profile, device.type, self._model.compiled)
 
     def smaller(self, record: Record, clip: bool) -> Record:
         """Another plan, with less memory than one for which there was no room. Raises UserError."""
@@ -159,7 +161,8 @@ class Fitted:
             flights = [self._model.in_flight] * len(layers)
             check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers, flights)))
         others = (self._model.in_flight - 1) * sum(map(stays_bytes, costs, plan.layers))
-        modes.apply(layers, plan.layers, costs, others + plan.prefetch_bytes, self._copies)
+        calling = modes.Calling(self._copies, others + plan.prefetch_bytes, self._model.compiled)
+        modes.apply(layers, plan.layers, costs, calling)
         self._keep_states_far(plan.layers, plan.prefetch_bytes)
         return_what_is_free(self._model.device)
 

@@ -198,20 +198,33 @@ FORWARD: dict[Mode, tuple[Callable[..., Any], bool]] = {
 """How a layer's forward pass is called in each mode, and whether what autograd saves then is moved."""
 
 
-def apply(
-    layers: Sequence[nn.Module], plans: Sequence[LayerPlan], costs: Sequence[LayerCost], prefetch: int, copies: Copies
-) -> None:
-    """Gives each layer its mode, in training; `undo` takes them back.
+@dataclass(frozen=True)
+class Calling:
+    """How layers are called: what is moved by what, and may take near beyond what kept layers keep; if `compiled`."""
 
-    `prefetch` are the bytes that what is moved may take near beyond what kept layers keep.
-    """
+    copies: Copies
+    prefetch: int
+    compiled: bool = False
+
+
+def apply(
+    layers: Sequence[nn.Module], plans: Sequence[LayerPlan], costs: Sequence[LayerCost], calling: Calling
+) -> None:
+    """Gives each layer its mode, in training; `undo` takes them back."""
     undo(layers)
     keeps = [stays_bytes(cost, plan) for plan, cost in zip(plans, costs, strict=True)]
     moves = [moved_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
     again = [again_bytes(plan.mode, cost) for plan, cost in zip(plans, costs, strict=True)]
-    mover = Mover(copies, keeps, moves, again, sum(keeps) + prefetch)
+    mover = Mover(calling.copies, keeps, moves, again, sum(keeps) + calling.prefetch)
     for number, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
-        layer.forward = partial(_forward, layer, layer.forward, number, plan.mode, mover)
+        forward = forward_of(layer, calling.compiled)
+        layer.forward = partial(_forward, layer, forward, number, plan.mode, mover)
+
+
+def forward_of(layer: nn.Module, compiled: bool) -> Callable[..., Any]:
+    """A layer's forward pass, perhaps compiled: then without what is around it, which is Python's to decide."""
+    forward: Callable[..., Any] = layer.forward
+    return torch.compile(forward, dynamic=False) if compiled else forward
 
 
 def undo(layers: Sequence[nn.Module]) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from farflung.hooks.layouts import is_sharded
 from farflung.hooks.shards import gathered, own_of
+from farflung.memory import modes
 from farflung.memory.copies import Copies
 from farflung.memory.measure import Held, Saved, bytes_of, staying, tensors_in
 from farflung.memory.plan import LayerCost, Profile
@@ -47,7 +48,8 @@ class Model:
     """What is measured: a model's `layers` in their order, what computes the loss of a batch, and its optimizer.
 
     `in_flight` are the forward passes that wait for their backward passes, at most. A model that is `sharded` is
-    measured by all who have shards of it at once, and shows its shards whenever nobody computes with it.
+    measured by all who have shards of it at once, and shows its shards whenever nobody computes with it. Layers are
+    `compiled` where they are to be called so.
     """
 
     whole: nn.Module
@@ -57,6 +59,7 @@ class Model:
     device: torch.device
     in_flight: int = 1
     sharded: Sharded | None = None
+    compiled: bool = False
 
     @property
     def root(self) -> nn.Module:
@@ -200,16 +203,25 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     with gathered(layer):  # whose weights lie in the same storages each time
         stays = staying(layer, (seen.args[1:], seen.given))
     saved = Saved(stays)
-    with saved, Held() as held:
+    with saved, Held() as held:  # computed as it is, since nothing is seen of what compiled layers hold meanwhile
         backward(forward())
+    working = max(held.most - saved.bytes, 0)
+    if model.compiled:
+        layer.forward = modes.forward_of(layer, compiled=True)
+        backward(forward())
+        saved = Saved(stays)
+        with saved:
+            backward(forward())
     forward_s, backward_s = _timed(forward, backward, model.device)
+    if model.compiled:
+        modes.undo([layer])
     state = _state(model, model.named(layer))
     weights, whole = bytes_of(own_of(p) for p in layer.parameters()), whole_bytes(layer)
     if whole and passes > 1:  # gradients are summed up before they are shared out
         state["gradient_bytes"] = whole
     cost = LayerCost(forward_s, backward_s, saved.bytes, entering.untyped_storage().nbytes(), weights, **state)
     gathers = whole * (1 + AHEAD * (model.device.type == "cuda"))
-    return Measured(cost, max(held.most - saved.bytes, 0) + gathers)
+    return Measured(cost, working + gathers)
 
 
 def _timed(

@@ -76,7 +76,7 @@ def training(model: Any, settings: IslandSettings) -> Any:
         if recompute is None:
             raise UserError(f"{type(model).__name__} cannot compute its layers twice; leave out --recompute")
         recompute({"use_reentrant": False})
-    if settings.compile:
+    if settings.compile and not settings.memory:  # which has its own way to call compiled layers
         compile_layers(model)
     return model.train()
 

@@ -120,7 +120,6 @@ class IslandSettings(Checked):
             "swarm": self.swarm,
             "offload": self.offload,
             "recompute": self.recompute,
-            "compile": self.compile,
         }
         return next((name for name, chosen in unfit.items() if chosen), "")
 

@@ -21,6 +21,7 @@ from farflung.memory.profile import Make, Model, Sharded
 from farflung.memory.room import cap_of
 from farflung.memory.updates import FarUpdates
 from farflung.outer.method import Method
+from farflung.pipeline.compiling import telling_of_compilers
 from farflung.pipeline.divided import DividedIsland
 from farflung.pipeline.island import Island, WholeIsland
 from farflung.pipeline.settings import IslandSettings
@@ -145,7 +146,8 @@ class _Fitting:
         sharded = None
         if isinstance(island, DividedIsland) and island.rows:
             sharded = Sharded(island.pieces[0], island.rows)
-        model = Model(island.model, layers_of(island), loss, self._make, island.device, island.in_flight, sharded)
+        about = (island.device, island.in_flight, sharded, settings.compile)
+        model = Model(island.model, layers_of(island), loss, self._make, *about)
         # Of rows Muon makes whole matrices of all layers at once, for which shards come together.
         together = sharded is not None and isinstance(self._optimizer, MuonAdamW)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients, together)
@@ -153,14 +155,16 @@ class _Fitting:
             island.clip = self._fitted.clip
         kept = Record.read(self._path)
         passes = settings.parts
-        own = (settings.memory, settings.far_folder, passes, island.device.type)
-        fits = kept and (kept.memory, kept.far, kept.passes, kept.device) == own
+        own = (settings.memory, settings.far_folder, passes, island.device.type, settings.compile)
+        fits = kept and (kept.memory, kept.far, kept.passes, kept.device, kept.compiled) == own
         plans = island.told_by_shards(kept.plan if kept and fits else None)
         if kept and all(plan == kept.plan for plan in plans):
             self._follow(kept)
             return
         cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._follow(self._fitted.planned(settings.memory, cap, settings.clip > 0, passes, island.told_by_shards))
+        with telling_of_compilers(settings.compile):
+            record = self._fitted.planned(settings.memory, cap, settings.clip > 0, passes, island.told_by_shards)
+        self._follow(record)
 
     def _follow(self, record: Record) -> None:
         """Carries a plan out, and tells of it."""
