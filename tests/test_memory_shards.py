@@ -10,6 +10,10 @@ from processes import run_replicas, same
 from test_memory_training import llama
 from torch_memory import MARK
 
+from farflung.planner.architecture import architecture_of
+from farflung.planner.fitting import Stage, Worker
+from farflung.settings import Settings
+
 pytestmark = pytest.mark.slow
 
 PARTS = [1, 2]
@@ -47,6 +51,30 @@ def test_a_plan_that_one_shard_has_lost_is_made_anew_by_both(shards: list[dict[s
     assert one["anew"]["plan"] == other["anew"]["plan"] and one["anew"]["plan"]["prefetch_bytes"] != MARK
     for seen in shards:
         assert same(seen["lost"]["weights"], seen["much 1"]["weights"])
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_planner_counts_of_shards_what_they_measure(
+    parts: int, shards: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """What they have, save and gather; what a process holds besides, and seconds, are the machine's."""
+    made = {"model": llama(tmp_path / "model", 4), "tokenizer": "bytes", "sequence_length": 64, "batch_size": 16}
+    asked = Settings.of(**made, method="local", inner="adamw", shard=2, microbatches=parts)
+    model, worker = architecture_of(made["model"]), Worker("cpu", 1e9, 1e9, 1e9, 1e9, 1e9, "far")
+    (span,) = model.spans(1)
+    planned = Stage(model, asked, asked.method(), worker, 0, span).profile
+    measured = shards[0][f"kept {parts}"]["profile"]
+    for one, found in zip(planned.layers, measured["layers"], strict=True):
+        sizes = ("weight_bytes", "gradient_bytes", "moment_bytes")
+        assert [vars(one)[name] for name in sizes] == pytest.approx([found[name] for name in sizes], rel=0.01)
+        assert one.saved_bytes == pytest.approx(found["saved_bytes"], rel=0.1)
+    outside = planned.before.weight_bytes + planned.head.weight_bytes
+    assert outside == pytest.approx(measured["before"]["weight_bytes"], rel=0.01)
+    whole = sum(4 * part.parameters for part in model.parts(span))
+    layers = [4 * layer.parameters for layer in model.layers]
+    alone = Settings.of(**made | {"batch_size": 8}, method="local", inner="adamw", microbatches=parts)
+    besides = planned.fixed_bytes - Stage(model, alone, alone.method(), worker, 0, span).profile.fixed_bytes
+    assert besides == 2 * (whole - sum(layers)) + max(layers)
 
 
 def test_what_shards_sum_up_of_several_microbatches_is_whole_until_the_step_is_over(

@@ -504,16 +504,11 @@ def test_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_plan_is_claimed_where_training_makes_none(tmp_path: Path) -> None:
-    text = "[[machines]]\ncount = 1\nworkers = 2\nmemory_gb = 1.25\ntflops = 1\n"
+    text = "[[machines]]\ncount = 1\nworkers = 1\nmemory_gb = 1.25\ntflops = 1\n"
     usual: dict[str, Any] = {"model": "llama-125m", "sequence_length": 1024, "batch_tokens": 8192}
-    cases: list[tuple[int, dict[str, Any], str]] = [
-        (2, {}, "shards"),
-        (1, {"recompute": True}, "recompute"),
-        (1, {"offload": True}, "offload"),
-    ]
-    for workers, asked, what in cases:
+    for what in ("recompute", "offload"):
         with pytest.raises(UserError, match=f"and no plan of memory is made with {what}"):
-            plan(options(tmp_path / "m.toml", text.replace("= 2", f"= {workers}"), **usual, **asked))
+            plan(options(tmp_path / "m.toml", text, **usual, **{what: True}))
 
 
 @pytest.mark.slow
@@ -551,7 +546,9 @@ def test_a_plan_is_sorted_fits_and_adds_up(tmp_path: Path) -> None:
         assert len({w for island in found.choice.layout.islands for w in island}) == 16
         every = found.choice.method.schedule.every or 1
         assert found.round == pytest.approx(every * found.step / (1 - found.blocked), rel=1e-6)
-    assert any("does not fit: " in f.reason and " GB of 24" in f.reason for f in failures)
+    assert not failures
+    fitted = {found.choice.layout.shards for found in plans if found.choice.fit}
+    assert fitted == {1, 2}, "four shards, or two stages, fit as they are"
     by_method = {
         name: min(p.hours for p in plans if p.choice.settings.rounds.method == name) for name in ("ddp", "dilocox")
     }

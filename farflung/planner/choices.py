@@ -141,7 +141,7 @@ class Feasibility:
         if needed <= worker.memory:
             return choice
         reason = f"does not fit: {needed / 1e9:.3g} GB of {worker.memory / 1e9:.3g}"
-        if unplanned := island.unplanned or "shards" * (layout.shards > 1) or self._unlike(layout):
+        if unplanned := island.unplanned or self._unlike(layout):
             told = f"{reason}, and no plan of memory is made with {unplanned}"
             return Infeasible(settings.rounds.method, layout, told)
         fit = self._fitting.fit(model, settings, choice.method, worker)

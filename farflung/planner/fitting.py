@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from farflung.memory.fitted import choices_of, described, far_bytes
 from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Plan, Profile
-from farflung.memory.profile import through_files
+from farflung.memory.profile import AHEAD, through_files
 from farflung.memory.search import leanest, search
 from farflung.memory.step import simulate
 from farflung.outer import Method, kept_bytes
@@ -90,15 +90,18 @@ class Fitting:
     def fit(self, model: Architecture, settings: Settings, method: Method, worker: Worker) -> Fit:
         """The plans found, which may need more than there is. On a GPU with anchors and outer state on the host."""
         island = settings.island
-        stages = [_Stage(model, settings, method, worker, *one) for one in enumerate(model.spans(island.stages))]
-        modes, states = choices_of(worker.device, bool(worker.far_folder), bool(method.dealing) or island.stages > 1)
+        stages = [Stage(model, settings, method, worker, *one) for one in enumerate(model.spans(island.stages))]
+        near_gradients = bool(method.dealing) or island.divided
+        modes, states = choices_of(worker.device, bool(worker.far_folder), near_gradients)
+        if island.shard > 1 and any(stage.has_matrices for stage in stages):  # whose rows come together at once
+            states = states[:1]
         clip = island.clip > 0
 
-        def keeping(stage: _Stage) -> float:
+        def keeping(stage: Stage) -> float:
             layers = (LayerPlan(),) * len(stage.profile.layers)
             return simulate(stage.profile, layers, prefetch_bytes=0, clip=clip).seconds
 
-        def plan(stage: _Stage) -> Plan:
+        def plan(stage: Stage) -> Plan:
             key = stage.profile, worker.memory, clip, states
             if key not in self._known:
                 self._known[key] = search(stage.profile, int(worker.memory), clip=clip, modes=modes, states=states)
@@ -112,7 +115,7 @@ class Fitting:
         return Fit(worker, tuple(plans), tuple(seconds), far)
 
 
-class _Stage:
+class Stage:
     """What a stage's step takes: one of its microbatches, and the optimizer's step.
 
     Attributes:
@@ -123,13 +126,14 @@ class _Stage:
         self, model: Architecture, settings: Settings, method: Method, worker: Worker, number: int, span: Span
     ) -> None:
         island, self._length = settings.island, settings.workload.sequence_length
-        self._model, self._worker, self._inner = model, worker, method.inner
+        self._model, self._worker, self._inner, self._shards = model, worker, method.inner, island.shard
+        self._sums_up = island.shard > 1 and island.parts > 1  # gradients, before they are shared out
         sequences = sequences_of(island)
         self._tokens, self._in_flight = sequences * self._length, island.in_flight(number)
         saved = counted(model, sequences, self._length, island.precision)
         # A processor is its own host; blocks of gradients, and what is dealt out, may have to be on the device.
         near = worker.device == "cpu" or method.outer is None or bool(method.dealing)
-        rounds = kept_bytes(method, model.stage_cells(span), in_blocks=island.stages == 1)
+        rounds = kept_bytes(method, model.stage_cells(span), in_blocks=not island.divided) / island.shard
         self._rounds_far = 0.0 if near else rounds
         fixed = RUNTIME[worker.device] + saved.working + rounds * near
         numbers = range(span.begin, span.end)
@@ -140,7 +144,7 @@ class _Stage:
             head=self._cost(model.last, self._forward_s(0, last=True), logits) if span.last else NOTHING,
             out_bytes_s=worker.host_bytes,
             in_bytes_s=worker.host_bytes,
-            fixed_bytes=int(fixed) + copied_bytes(model, span) + frozen_bytes(model, span),
+            fixed_bytes=int(fixed) + copied_bytes(model, span) + frozen_bytes(model, span) + self._gathered(span),
             beside=False,
             in_flight=self._in_flight,
             passes=island.parts,
@@ -150,6 +154,20 @@ class _Stage:
         """What is far of it."""
         layers = zip(self.profile.layers, plan.layers, strict=True)
         return self._rounds_far + sum(far_bytes(cost, layer, self._in_flight) for cost, layer in layers)
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the inner optimizer's step has products of matrices, as Muon's."""
+        return any(updates_of(self._inner, layer.shapes, in_layers=True).flops for layer in self._model.layers)
+
+    def _gathered(self, span: Span) -> int:
+        """Bytes of what shards have whole: weights and gradients outside of layers, and weights of a layer or a few."""
+        if self._shards == 1:
+            return 0
+        layers = [layer.parameters for layer in self._model.layers[span.begin : span.end]]
+        outside = sum(part.parameters for part in self._model.parts(span)) - sum(layers)
+        at_a_time = 1 + AHEAD * (self._worker.device == "gpu")
+        return COPY * int(2 * outside + at_a_time * max(layers))
 
     def _layer(self, number: int, saved_bytes: int, input_bytes: int) -> LayerCost:
         cost = self._cost(self._model.layers[number], self._forward_s(number, last=False), saved_bytes, layer=True)
@@ -165,11 +183,13 @@ class _Stage:
 
     def _cost(self, block: Block, forward_s: float, saved_bytes: int, layer: bool = False) -> LayerCost:
         worker, updates = self._worker, updates_of(self._inner, block.shapes, layer)
-        weights = COPY * updates.values
-        far_step_s = updates.values / worker.host_steps + updates.flops / worker.host_flops
+        weights = COPY * updates.values // self._shards
+        values, flops = updates.values / self._shards, updates.flops / self._shards
+        far_step_s = values / worker.host_steps + flops / worker.host_flops
         # What a GPU's own step takes besides products of matrices is little.
-        near_step_s = far_step_s if worker.device == "cpu" else updates.flops / worker.flops
-        sizes = (saved_bytes, 0, weights, weights, updates.moment_bytes)
+        near_step_s = far_step_s if worker.device == "cpu" else flops / worker.flops
+        gradients = COPY * updates.values if layer and self._sums_up else weights
+        sizes = (saved_bytes, 0, weights, gradients, updates.moment_bytes // self._shards)
         return LayerCost(forward_s, 2 * forward_s, *sizes, near_step_s, far_step_s)
 
 
