@@ -117,7 +117,7 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
     @property
     def keeps(self) -> bool:
         """See ElasticNetwork: one of those who train keeps it in the folder."""
-        return self._states.keeps
+        return self._states.kept.keeps
 
     def give(self, state: SharedState) -> None:
         """See ElasticNetwork."""
@@ -168,4 +168,4 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
         with contextlib.suppress(StoreAwayError):
             while self.now() < ends and self.wanted_by_others(self.peers.look(time.monotonic())):
                 time.sleep(0.5)
-        self.peers.close(self._states.stays)
+        self.peers.close(self._states.kept.stays)

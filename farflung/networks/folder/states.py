@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import CORE_ONLY, PeerLostError, SharedState
+from farflung.networks.folder.keeping import KeptStates
 from farflung.networks.folder.meetings import turn
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import STAYING, Presence
@@ -32,7 +33,6 @@ KEPT_SECONDS = 1800.0
 ANSWER_SECONDS, GRACE_SECONDS = 120.0, 15.0
 """How long the first answer is waited for, and after it the others."""
 LOOK_SECONDS = 1.0
-SHARED, SHARED_CORE = b"the last state", b"the core of the last state"
 
 
 class FolderStates:
@@ -48,39 +48,24 @@ class FolderStates:
         self._answered: set[bytes] = set()
         self._given: dict[str, float] = {}
         """Own objects, and until when they are kept."""
-        self._last: dict[bytes, list[str]] = {}
-        """Own objects of the states that are kept when all have gone, by their subjects."""
         self._refused: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "states")
         """Which writes one state after the other: the last one stays."""
         self._writing: list[Future[None]] = []
-        self._whole, self._core = (self._notes.seals.subject(name) for name in (SHARED, SHARED_CORE))
-        """Subjects of what is kept when all have gone: of the whole state, and of what of it is of the core."""
-        presence.tidying.append(self._tidy)
-
-    def stays(self, written: Written) -> bool:
-        """Whether an object is of a state that is kept for when all have gone."""
-        note = written.note
-        own_before = note.rank == self._presence.identity.rank and written.name not in self._last.get(note.subject, ())
-        return note.kind in STAYING and note.subject in (self._whole, self._core) and not own_before
+        self.kept = KeptStates(presence)
+        presence.tidying += [self._tidy, self.kept.tidy]
 
     @property
     def due(self) -> bool:
         """Whether this peer is to write its state."""
         return bool(self._asked(self._notes.last))
 
-    @property
-    def keeps(self) -> bool:
-        """Whether this is the one of those who train that keeps a state in the folder for when all have gone."""
-        own, others = self._presence.identity.rank, self._holders(core=False)
-        return not self._core_only and all(own < rank for rank in others)
-
     def give(self, state: SharedState) -> None:
         """Writes a copy of the state, in a thread of its own."""
         wanted = self._asked(self._notes.last)
         self._answered |= wanted.keys()
-        if self.keeps:
-            wanted |= {self._whole: False} | ({self._core: True} if state.beside else {})
+        if self.kept.keeps:
+            wanted |= {self.kept.whole: False} | ({self.kept.core: True} if state.beside else {})
         copies = [
             (*described(state, core), [subject for subject, only in wanted.items() if only is core])
             for core in set(wanted.values())
@@ -103,7 +88,7 @@ class FolderStates:
     def fetch(self, identical: bool) -> SharedState:
         """The state of those who train, or where nobody does, the last that was kept. Raises PeerLostError."""
         try:
-            givers = self._holders(self._core_only)
+            givers = self.kept.holders(self.kept.core_only)
             sources = self._answers(len(givers)) if givers else self._described(self._kept_ahead())
             return self._taken(sources, identical)
         except StoreAwayError as error:
@@ -111,29 +96,20 @@ class FolderStates:
 
     def kept_step(self) -> int | None:
         """The step of the last state that was kept for when all have gone; None where there is none."""
-        return max((one.note.step for one in self._kept()), default=None)
+        return max((one.note.step for one in self.kept.newest()), default=None)
 
     def refuse(self, rank: int) -> None:
         """Takes no state of a peer any more."""
         if member := self._presence.members.by_rank.get(rank):
             self._refused.add(member.peer)
 
-    @property
-    def _core_only(self) -> bool:
-        """Whether this peer holds the core only."""
-        return CORE_ONLY in self._presence.info["facts"]
-
-    def _holders(self, core: bool) -> list[int]:
-        """The ranks of others who train what can be given to one that holds the core only, or the whole model."""
-        return [one.rank for one in self._presence.members.training() if core or CORE_ONLY not in one.facts]
-
     def _asked(self, listing: Listing) -> dict[bytes, bool]:
         """Whose questions this peer is to answer, and which of them are for the core only."""
         asked = {}
         for ask in self._presence.of(listing.written, Kind.ASK).values():
             subject, core = ask.note.subject, CORE_ONLY in self._presence.card_of(ask.note).facts
-            givers = self._holders(core)
-            if core or not self._core_only:
+            givers = self.kept.holders(core)
+            if core or not self.kept.core_only:
                 givers.append(self._presence.identity.rank)
             first = sorted(givers, key=lambda rank: turn(subject.hex(), rank))[:GIVERS]
             if subject not in self._answered and self._presence.identity.rank in first:
@@ -144,20 +120,18 @@ class FolderStates:
         view, said = content.numpy().data, self._presence.said
         pieces = [view[piece] for piece in pieces_of([length for _, length in description["tensors"]])]
         for subject in subjects:
-            names = []
+            names, at = [], {"subject": subject, "step": description["facts"]["step"]}
             for piece in pieces:
-                post = self._notes.post(Kind.PIECE, lambda **who: said(**who, subject=subject), [packed(piece)])  # noqa: B023
+                post = self._notes.post(Kind.PIECE, lambda **who: replace(said(**who), **at), [packed(piece)])  # noqa: B023
                 names.append(post.name)
             digests = [digest(piece) for piece in pieces]
             own = self._presence.identity.peer
             about = {"id": os.urandom(8).hex(), "digests": digests, "names": names, "peer": own}
             told = json.dumps({**about, **description}).encode()
-            at = {"subject": subject, "step": description["facts"]["step"]}
             state = self._notes.post(Kind.STATE, lambda **who: replace(said(**who), **at), [told])  # noqa: B023
             until = time.monotonic() + KEPT_SECONDS
-            if subject in (self._whole, self._core):
-                self._given |= dict.fromkeys(self._last.get(subject, ()), 0.0)
-                self._last[subject] = [*names, state.name]
+            if self.kept.has(state):
+                self.kept.wrote(state, names)
             else:
                 self._given |= dict.fromkeys([*names, state.name], until)
 
@@ -180,19 +154,13 @@ class FolderStates:
         finally:
             self._notes.leave(ask.name)
 
-    def _kept(self) -> list[Written]:
-        """The newest states that were kept for when all have gone, whoever has written them, and is there or not."""
-        subject = self._core if self._core_only else self._whole
-        listing = self._notes.last
-        return [one for one in listing.written if one.note.kind == Kind.STATE and one.note.subject == subject]
-
     def _kept_ahead(self) -> list[Written]:
         """Those of use to this peer; while others train who have none to give, it goes back to no step before its own.
 
         Else it would do so in each round in which it finds itself behind them.
         """
         least = self._presence.info["step"] if self._presence.members.training() else -1
-        return [one for one in self._kept() if one.note.step > least]
+        return [one for one in self.kept.newest() if one.note.step > least]
 
     def _described(self, written: Iterable[Written]) -> list[tuple[Source, list[str]]]:
         """Whose states can be taken, the furthest first."""
@@ -274,14 +242,12 @@ class FolderStates:
         for name in over:
             del self._given[name]
         self._notes.leave(*over)
-        subjects = (self._whole, self._core)
-        kept = [one.note for one in listing.written if one.note.kind == Kind.STATE and one.note.subject in subjects]
-        newest = max((note.time for note in kept), default=0.0)
+        newest = max((one.note.time for one in listing.written if self.kept.has(one)), default=0.0)
         for one in listing.written:
             note = one.note
             if note.kind not in STAYING or self._presence.found(note.rank):
                 continue
-            last = note.subject in subjects and newest - note.time <= KEPT_SECONDS
+            last = self.kept.has(one) and newest - note.time <= KEPT_SECONDS
             old = min(time.time() - note.time, now - one.seen) > KEPT_SECONDS  # clocks may be wrong
             if old and not last and note.rank != self._presence.identity.rank:
                 self._notes.leave(one.name)
