@@ -31,6 +31,8 @@ LARGE = 1 << 19
 """Bytes of objects that are written one after the other: others read the first while the next is written."""
 BESIDE = "."
 """How the name of a file begins that is not whole yet."""
+LONGEST_FAULT = 300
+"""Letters of what an error says."""
 MEASURED = 8
 """Listings whose mean is what one takes."""
 
@@ -54,6 +56,8 @@ class Store:
         self._listings = deque[float](maxlen=MEASURED)
         self._answered: set[str] = set()
         """What this peer may do there."""
+        self._closed: BaseException | None = None
+        """Why it could not be opened anew."""
         self._open()
         self._turn = threading.Lock() if self._kind.one_at_a_time else contextlib.nullcontext()
         self._creates = (
@@ -246,8 +250,12 @@ class Store:
         def anew(state: RetryCallState) -> None:
             if state.attempt_number == 1 and not self._kind.one_at_a_time:  # to open a bucket takes a processor 0.3 s
                 return
-            with self._turn, contextlib.suppress(UserError):  # a connection that has broken does not mend by itself
-                self._open()
+            with self._turn:  # a connection that has broken does not mend by itself
+                try:
+                    self._open()
+                    self._closed = None
+                except UserError as error:
+                    self._closed = error.__cause__
 
         def refused(error: BaseException) -> bool:
             return what not in self._answered and _is_refusal(error)
@@ -270,7 +278,8 @@ class Store:
         except Exception as error:
             if refused(error):
                 raise StoreAwayError(f"{self.url} does not let this peer {what}: {_told(error)}") from error
-            raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {_told(error)}") from error
+            why = _told(self._closed or error)
+            raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {why}") from error
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -279,10 +288,10 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What an error says, without the name of a file that was not whole, which is another each time."""
     told = re.sub(rf"/{re.escape(BESIDE)}[0-9a-f]{{16}}\b", "", str(error))
-    return " ".join(told.split())[:200] or type(error).__name__
+    return " ".join(told.split())[:LONGEST_FAULT] or type(error).__name__
 
 
 def clock_of(store: Store, name: str) -> float | None:
