@@ -442,6 +442,14 @@ def test_status_says_why_a_peer_was_alone() -> None:
     assert [line.strip() for line in out.getvalue().splitlines() if why in line] == [f"bob: {why}"]
 
 
+def test_status_says_who_holds_the_core_only() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(peers.table([peer_row("alice"), peer_row("bob", core_only=1.0)]))
+    title, headings, *lines = out.getvalue().splitlines()
+    assert title and headings.rstrip().endswith("core only")
+    assert [line.rstrip().endswith("yes") for line in lines] == [False, True]
+
+
 def test_status_in_a_pipe_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     swarms = {"stages": 4, "stage": 1, "queue": 3.0, "microbatches_per_second": 12.5, "sent": 2.5e6}

@@ -74,7 +74,7 @@ def cells_of(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     columns = dict(_COLUMNS)
     if any("stages" in row for row in rows):
         columns |= _IN_SWARMS
-    columns |= {name: cell for name, cell in _IF_ANY.items() if any(row.get(name) for row in rows)}
+    columns |= {fact.replace("_", " "): cell for fact, cell in _IF_ANY.items() if any(row.get(fact) for row in rows)}
     return list(columns), [[cell(row) for cell in columns.values()] for row in ordered(rows)]
 
 
@@ -157,6 +157,7 @@ _IF_ANY: dict[str, Callable[[Row], str]] = {
     "processes": _of_trainers(lambda row: f"{row.get('processes', 1):.0f}"),
     "refused": _of_trainers(lambda row: f"{row.get('refused', 0):.0f}"),
     "bypassed": _of_trainers(lambda row: f"{row.get('bypassed', 0):.0f}"),
+    "core_only": _of_trainers(lambda row: "yes" if row.get("core_only") else ""),
     "requests": _of_trainers(lambda row: f"{row.get('requests', 0):,.0f}"),
 }
-"""Columns that are there if any peer has such."""
+"""Columns by facts, that are there if any peer has such."""
