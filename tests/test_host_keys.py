@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fsspec.config import conf, set_conf_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience, until
+from test_folder_stores import serving
 
 from bench.lib.folders import OpenSsh, missing, unavailable
 from farflung.errors import UserError
@@ -42,13 +42,9 @@ def new_key(path: Path) -> str:
 
 @pytest.mark.slow
 @needs_server
-def test_a_servers_key_is_compared_with_each_line_that_is_of_it(
-    noted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with OpenSsh(tmp_path / "store") as server:
-        monkeypatch.setattr("fsspec.config.conf", conf)
-        monkeypatch.setenv("FSSPEC_SFTP_KEY_FILENAME", server.environment["FSSPEC_SFTP_KEY_FILENAME"])
-        set_conf_env(conf)
+def test_a_servers_key_is_compared_with_each_line_that_is_of_it(noted: Path, tmp_path: Path) -> None:
+    with serving("openssh", tmp_path) as server:
+        assert isinstance(server, OpenSsh)
         right = " ".join(server.host_keys["ed25519"].with_suffix(".pub").read_text().split()[:2])
         other, at = new_key(tmp_path / "other"), f"[127.0.0.1]:{server.port}"
         taken = {
@@ -77,12 +73,11 @@ def test_a_servers_key_is_compared_with_each_line_that_is_of_it(
 @pytest.mark.slow
 @needs_server
 def test_while_a_server_shows_another_key_a_peer_says_so_and_joins_again_when_it_has_its_own(
-    noted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    noted: Path, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    with OpenSsh(tmp_path / "store") as server:
-        monkeypatch.setenv("FSSPEC_SFTP_KEY_FILENAME", server.environment["FSSPEC_SFTP_KEY_FILENAME"])
-        set_conf_env(conf)
+    with serving("openssh", tmp_path) as server:
+        assert isinstance(server, OpenSsh)
         right = server.host_keys["ed25519"].with_suffix(".pub").read_text()
         noted.write_text(f"[127.0.0.1]:{server.port} {right}")
         ticket = Ticket.new("test", {}).at((server.url,))

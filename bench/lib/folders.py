@@ -9,6 +9,7 @@ server and OpenSSH's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import os
 import re
@@ -209,8 +210,9 @@ class OpenSsh(Served):
         assert self._process
         sessions = list(_below(self._process.pid))
         super().pause()
-        for pid in sessions:  # which outlive what has begun them
-            os.kill(pid, signal.SIGKILL)
+        for pid in sessions:  # which may outlive what has begun them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _below(pid: int) -> Iterator[int]:
