@@ -57,6 +57,7 @@ from farflung.networks.peers.guard import (
     UNPROVEN_PER_PEER,
     Guard,
 )
+from farflung.networks.peers.manifests import described
 from farflung.networks.peers.member import Member, member_in, signed
 from farflung.networks.peers.members import Members
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
@@ -1044,7 +1045,7 @@ def test_one_that_asks_for_pieces_and_reads_none_has_few_packed_for_it(
             await stream.tell({"kind": "piece", "id": name, "number": number})
             await asyncio.sleep(patience(20))
 
-    one.peers.background.run(one._snapshots._keep(*snapshots._described(SharedState({"x": values}, {}))), patience(20))
+    one.peers.background.run(one._snapshots._keep(*described(SharedState({"x": values}, {}))), patience(20))
     (name,) = one._snapshots._kept
     asked = [greedy.peers.background.submit(ask(number % 8, name)) for number in range(32)]
     until(lambda: one.peers.guard._streams[greedy.peers.identity.peer] == 32)
