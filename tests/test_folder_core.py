@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder_seats import Seats
+from folder_seats import Seats, seats
 from patience import patience
 
 from farflung.networks import PeerLostError, SharedState
@@ -23,10 +23,8 @@ CORE, REST = torch.arange(5.0), torch.rand(20_000)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Seats]:
-    made = Seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path)
-    yield made
-    for network in made.open:
-        network.close()
+    with seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path, 0) as made:
+        yield made
 
 
 def state_of(network: FolderNetwork, step: int) -> SharedState:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder_seats import Seats
+from folder_seats import Seats, seats
 from patience import until
 
 from farflung.networks import SharedState
@@ -19,10 +19,8 @@ from farflung.networks.folder.sealing import Kind
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Seats]:
-    made = Seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path)
-    yield made
-    for network in made.open:
-        network.close()
+    with seats(f"memory://{tmp_path.name}-{time.monotonic_ns()}/run", tmp_path, 0) as made:
+        yield made
 
 
 def saves(network: FolderNetwork, step: int, core: bool = True) -> None:
