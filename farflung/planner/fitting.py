@@ -12,7 +12,7 @@ from farflung.memory.search import leanest, search
 from farflung.memory.step import simulate
 from farflung.outer import Method, kept_bytes
 from farflung.planner.architecture import Architecture, Block
-from farflung.planner.memory import COPY, LOGITS, RESERVED, copied_bytes, frozen_bytes
+from farflung.planner.memory import COPY, LOGITS, RESERVED, apart, copied_bytes, frozen_bytes
 from farflung.planner.saved import counted
 from farflung.planner.step import sequences_of
 from farflung.planner.updates import updates_of
@@ -93,7 +93,8 @@ class Fitting:
         stages = [Stage(model, settings, method, worker, *one) for one in enumerate(model.spans(island.stages))]
         near_gradients = bool(method.dealing) or island.divided
         modes, states = choices_of(worker.device, bool(worker.far_folder), near_gradients)
-        if island.shard > 1 and any(stage.has_matrices for stage in stages):  # whose rows come together at once
+        multiplies = any(updates_of(method.inner, layer.shapes, in_layers=True).flops for layer in model.layers)
+        if island.shard > 1 and multiplies:  # matrices, whose rows come together at once
             states = states[:1]
         clip = island.clip > 0
 
@@ -155,19 +156,13 @@ class Stage:
         layers = zip(self.profile.layers, plan.layers, strict=True)
         return self._rounds_far + sum(far_bytes(cost, layer, self._in_flight) for cost, layer in layers)
 
-    @property
-    def has_matrices(self) -> bool:
-        """Whether the inner optimizer's step has products of matrices, as Muon's."""
-        return any(updates_of(self._inner, layer.shapes, in_layers=True).flops for layer in self._model.layers)
-
     def _gathered(self, span: Span) -> int:
         """Bytes of what shards have whole: weights and gradients outside of layers, and weights of a layer or a few."""
         if self._shards == 1:
             return 0
-        layers = [layer.parameters for layer in self._model.layers[span.begin : span.end]]
-        outside = sum(part.parameters for part in self._model.parts(span)) - sum(layers)
+        outside, layers = apart(self._model, span)
         at_a_time = 1 + AHEAD * (self._worker.device == "gpu")
-        return COPY * int(2 * outside + at_a_time * max(layers))
+        return COPY * (2 * outside + at_a_time * max(layers))
 
     def _layer(self, number: int, saved_bytes: int, input_bytes: int) -> LayerCost:
         cost = self._cost(self._model.layers[number], self._forward_s(number, last=False), saved_bytes, layer=True)

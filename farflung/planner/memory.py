@@ -54,9 +54,14 @@ def _gathered(model: Architecture, span: Span, parts: int) -> int:
     Of several microbatches all, until the last one's backward pass; it shares gradients out layer by layer, through
     buffers as large again. What is in no layer is whole from pass to pass.
     """
-    layers = [part.parameters for part in model.layers[span.begin : span.end]]
-    parameters: int = sum(part.parameters for part in model.parts(span))
-    return parameters if parts > 1 else parameters - sum(layers) + 2 * max(layers)
+    outside, layers = apart(model, span)
+    return outside + (sum(layers) if parts > 1 else 2 * max(layers))
+
+
+def apart(model: Architecture, span: Span) -> tuple[int, list[int]]:
+    """Parameters of a stage that are in no layer, and those of each of its layers."""
+    layers = [layer.parameters for layer in model.layers[span.begin : span.end]]
+    return sum(part.parameters for part in model.parts(span)) - sum(layers), layers
 
 
 def copied_bytes(model: Architecture, span: Span) -> int:

@@ -146,8 +146,16 @@ class _Fitting:
         sharded = None
         if isinstance(island, DividedIsland) and island.rows:
             sharded = Sharded(island.pieces[0], island.rows)
-        about = (island.device, island.in_flight, sharded, settings.compile)
-        model = Model(island.model, layers_of(island), loss, self._make, *about)
+        model = Model(
+            island.model,
+            layers_of(island),
+            loss,
+            self._make,
+            island.device,
+            island.in_flight,
+            sharded,
+            compiled=settings.compile,
+        )
         # Of rows Muon makes whole matrices of all layers at once, for which shards come together.
         together = sharded is not None and isinstance(self._optimizer, MuonAdamW)
         self._fitted = Fitted(model, self._optimizer, settings.far_folder, self._near_gradients, together)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farflung.networks.base import CORE_ONLY
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import STAYING, Presence
 from farflung.networks.folder.sealing import Kind
@@ -38,20 +37,11 @@ class KeptStates:
     @property
     def keeps(self) -> bool:
         """Whether this is the one that keeps them."""
-        return not self.core_only and self._keeper == self._own
-
-    @property
-    def core_only(self) -> bool:
-        """Whether this peer holds the core only."""
-        return CORE_ONLY in self._presence.info["facts"]
-
-    def holders(self, core: bool) -> list[int]:
-        """The ranks of others who train what can be given to one that holds the core only, or the whole model."""
-        return [one.rank for one in self._presence.members.training() if core or CORE_ONLY not in one.facts]
+        return not self._presence.members.core_only and self._keeper == self._own
 
     def newest(self) -> list[Written]:
         """The descriptions of those that are of use to this peer, whoever has written them, and is there or not."""
-        subject = self.core if self.core_only else self.whole
+        subject = self.core if self._presence.members.core_only else self.whole
         return [one for one in self._descriptions(self._presence.notes.last) if one.note.subject == subject]
 
     def wrote(self, state: Written, pieces: Sequence[str]) -> None:
@@ -79,7 +69,10 @@ class KeptStates:
 
     @property
     def _keeper(self) -> int:
-        return min([*self.holders(core=False), *([] if self.core_only else [self._own])], default=self._own)
+        """The rank of the one that keeps them; of this peer where nobody else can."""
+        members = self._presence.members
+        ranks = [member.rank for member in members.holding(core=False)]
+        return min([*ranks, *([] if members.core_only else [self._own])], default=self._own)
 
     def _descriptions(self, listing: Listing) -> list[Written]:
         return [one for one in listing.written if one.note.kind == Kind.STATE and self.has(one)]

@@ -88,7 +88,7 @@ class FolderStates:
     def fetch(self, identical: bool) -> SharedState:
         """The state of those who train, or where nobody does, the last that was kept. Raises PeerLostError."""
         try:
-            givers = self.kept.holders(self.kept.core_only)
+            givers = self._presence.members.holding(self._presence.members.core_only)
             sources = self._answers(len(givers)) if givers else self._described(self._kept_ahead())
             return self._taken(sources, identical)
         except StoreAwayError as error:
@@ -105,14 +105,12 @@ class FolderStates:
 
     def _asked(self, listing: Listing) -> dict[bytes, bool]:
         """Whose questions this peer is to answer, and which of them are for the core only."""
-        asked = {}
+        asked, members, own = {}, self._presence.members, self._presence.identity.rank
         for ask in self._presence.of(listing.written, Kind.ASK).values():
             subject, core = ask.note.subject, CORE_ONLY in self._presence.card_of(ask.note).facts
-            givers = self.kept.holders(core)
-            if core or not self.kept.core_only:
-                givers.append(self._presence.identity.rank)
+            givers = [one.rank for one in members.holding(core)] + [own] * (core or not members.core_only)
             first = sorted(givers, key=lambda rank: turn(subject.hex(), rank))[:GIVERS]
-            if subject not in self._answered and self._presence.identity.rank in first:
+            if subject not in self._answered and own in first:
                 asked[subject] = core
         return asked
 

@@ -56,8 +56,6 @@ class Store:
         self._listings = deque[float](maxlen=MEASURED)
         self._answered: set[str] = set()
         """What this peer may do there."""
-        self._closed: BaseException | None = None
-        """Why it could not be opened anew."""
         self._open()
         self._turn = threading.Lock() if self._kind.one_at_a_time else contextlib.nullcontext()
         self._creates = (
@@ -242,20 +240,23 @@ class Store:
         One that is refused is tried again only where such a request was answered before: keys expire, and are renewed.
         """
 
+        closed: BaseException | None = None  # why it could not be opened anew
+
         def ask() -> T:
             self.traffic.requests += 1
             with self._turn:
                 return request()
 
         def anew(state: RetryCallState) -> None:
+            nonlocal closed
             if state.attempt_number == 1 and not self._kind.one_at_a_time:  # to open a bucket takes a processor 0.3 s
                 return
             with self._turn:  # a connection that has broken does not mend by itself
+                closed = None
                 try:
                     self._open()
-                    self._closed = None
                 except UserError as error:
-                    self._closed = error.__cause__
+                    closed = error.__cause__
 
         def refused(error: BaseException) -> bool:
             return what not in self._answered and _is_refusal(error)
@@ -278,7 +279,7 @@ class Store:
         except Exception as error:
             if refused(error):
                 raise StoreAwayError(f"{self.url} does not let this peer {what}: {_told(error)}") from error
-            why = _told(self._closed or error)
+            why = _told(closed or error)
             raise StoreAwayError(f"{self.url} has failed for {self._patience_s:g} s: {why}") from error
 
 

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 
+from farflung.networks.base import CORE_ONLY
 from farflung.networks.peers.addresses import at_relay
 from farflung.networks.peers.frames import Frame
 from farflung.networks.peers.guard import Guard
@@ -118,6 +119,15 @@ class Members:
         """Those that are there, train a stage and are not banned, in order of rank; unless given, what this one has."""
         stage = self._own.get("stage", 0) if stage is None else stage
         return [one for one in self.in_good_standing() if one.trains and one.stage == stage and not one.stalled]
+
+    @property
+    def core_only(self) -> bool:
+        """Whether this peer holds the core of the model only."""
+        return CORE_ONLY in self._own["facts"]
+
+    def holding(self, core: bool, stage: int | None = None) -> list[Member]:
+        """Those of `training` that have what one needs who holds the core only, or else all of the model."""
+        return [one for one in self.training(stage) if core or CORE_ONLY not in one.facts]
 
     def in_good_standing(self) -> list[Member]:
         """Those that are there, have been spoken with and are not banned, in order of rank."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farflung.networks.base import CORE_ONLY, PeerLostError, SharedState
+from farflung.networks.base import PeerLostError, SharedState
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
@@ -139,13 +139,7 @@ class Fetching:
         """Those that train it, and hold what this peer does; where nobody does, other stages' peers, for copies."""
         members = self._peers.members
         copies = [one for one in members.in_good_standing() if "serves" in one.facts]
-        there = members.training(self._stage)
-        return [one for one in there if self._core_only or CORE_ONLY not in one.facts] or copies
-
-    @property
-    def _core_only(self) -> bool:
-        """Whether this peer holds the core only, so that it takes no more than that."""
-        return CORE_ONLY in self._peers.info["facts"]
+        return members.holding(members.core_only, self._stage) or copies
 
     async def _near(self, sources: list[Source]) -> Believed:
         """Those of some with the same tensors who lie near each other, by sketches."""
@@ -161,7 +155,7 @@ class Fetching:
         """What a peer says of its state, as it was when it was `held` for this peer before, or is now."""
         try:
             stage = self._peers.info["stage"] if self._stage is None else self._stage
-            part = {"core": True} if self._core_only else {}
+            part = {"core": True} if self._peers.members.core_only else {}
             told = await self._asked(member, {"kind": "state", "held": held, "stage": stage, **part}, LONGEST)
             return manifest_of(parsed(told), self.largest, self._peers.members.furthest_step())
         except FrameError as error:
