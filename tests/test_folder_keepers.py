@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from folder_seats import Seats, seats
-from patience import until
+from patience import patience, until
 
 from farflung.networks import SharedState
 from farflung.networks.folder import FolderNetwork
 from farflung.networks.folder.sealing import Kind
+from farflung.networks.folder.states import KEPT_SECONDS
+from farflung.networks.peers.manifests import described
 
 
 @pytest.fixture
@@ -76,10 +79,7 @@ def test_one_that_keeps_the_state_no_more_takes_back_its_own(run: Seats) -> None
     second, third = sorted((run.sit(f"peer {number}") for number in range(2)), key=lambda one: one.rank)
     run.look()
     saves(second, 10)
-    names = (f"late {number}" for number in range(99))
-    while (first := run.sit(next(names))).rank > second.rank:
-        run.leave(first)
-    run.look()
+    first = one_with_a_smaller_rank(run, second.rank)
     second.peers._tidy(second.peers.look(time.monotonic()))
     assert kept(run) == {(second.rank, 10): 2}, "nobody else has kept one"
     saves(first, 10)
@@ -103,3 +103,77 @@ def test_one_that_comes_back_and_goes_before_it_has_kept_anything_leaves_what_it
     saves(again, 11)
     run.leave(again)
     assert kept(run) == {(again.rank, 11): 2}
+
+
+def gives(network: FolderNetwork, step: int, value: float) -> None:
+    """One that lies keeps whatever it wants, whoever is to keep the state."""
+    state = {"core": torch.full((5,), value), "rest": torch.full((2000,), value)}
+    states = network._states
+    states._write(*described(SharedState(state, {"step": step, "history": "h"}), False), [states.kept.whole])
+
+
+def one_with_a_smaller_rank(run: Seats, than: int) -> FolderNetwork:
+    names = (f"late {number}" for number in range(99))
+    while (first := run.sit(next(names))).rank > than:
+        run.leave(first)
+    run.look()
+    return first
+
+
+def test_one_that_keeps_a_state_of_a_step_that_cannot_be_has_no_other_removed(run: Seats) -> None:
+    honest, other = run.sit("honest"), run.sit("other")
+    saves(honest, 50)
+    liar = one_with_a_smaller_rank(run, honest.rank)
+    gives(liar, 10**9, 1.0)
+    for network in (honest, other):
+        network.peers._tidy(network.peers.look(time.monotonic()))
+    assert kept(run)[honest.rank, 50]
+
+
+def test_a_state_that_was_refused_is_not_taken_again_though_its_writer_has_gone(run: Seats) -> None:
+    honest = run.sit("honest")
+    saves(honest, 50, core=False)
+    liar = run.sit("liar")
+    run.look()
+    gives(liar, 60, 1.0)
+    run.leave(honest)
+    run.leave(liar)
+    new = run.sit("new", trains=False)
+    state = new.fetch(True).wait(patience(20))
+    assert state is not None and state.givers == (liar.rank,)
+    new.reject(state, "its values are none of this model's")
+    state = new.fetch(True).wait(patience(20))
+    assert state is not None and state.givers == (honest.rank,) and state.facts["step"] == 50
+    assert new.behind(0) == 50
+
+
+def test_a_state_that_is_not_finite_is_passed_over(run: Seats) -> None:
+    honest, liar = run.sit("honest"), run.sit("liar")
+    saves(honest, 50, core=False)
+    gives(liar, 60, math.nan)
+    run.leave(honest)
+    run.leave(liar)
+    new = run.sit("new", trains=False)
+    state = new.fetch(True).wait(patience(20))
+    assert state is not None and state.givers == (honest.rank,)
+    assert new.refused["bad piece"] == 1
+
+
+def test_one_that_keeps_a_state_of_a_time_to_come_has_no_other_removed(
+    run: Seats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, liar = run.sit("honest"), run.sit("liar")
+    saves(honest, 50)
+    in_time = time.time
+    monkeypatch.setattr("farflung.networks.folder.notes.time.time", lambda: in_time() + 1e6)
+    gives(liar, 10, 1.0)
+    monkeypatch.undo()
+    run.leave(honest)
+    run.leave(liar)
+    new = run.sit("new")
+    new.peers.look(time.monotonic())
+    now = time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: in_time() + 2 * KEPT_SECONDS)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2 * KEPT_SECONDS)
+    new._states._tidy(new.peers.notes.last)
+    assert not new.peers.notes._leaving

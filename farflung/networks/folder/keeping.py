@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from farflung.networks.folder.notes import Listing, Written
 from farflung.networks.folder.presence import STAYING, Presence
 from farflung.networks.folder.sealing import Kind
+from farflung.networks.peers.members import AHEAD
 
 SHARED, SHARED_CORE = b"the last state", b"the core of the last state"
 
@@ -55,14 +56,14 @@ class KeptStates:
         self._presence.notes.leave(*before, *(set(over) - set(self._last[subject])))
 
     def tidy(self, listing: Listing) -> None:
-        """Has own states removed, where somebody else keeps one that is as far."""
-        keeper = self._keeper
+        """Has own states removed, where somebody else keeps one that is as far, as far as that can be told."""
+        keeper, furthest = self._keeper, self._presence.info["step"] + AHEAD
         for own in self._descriptions(listing):
             mine = own.name in self._last.get(own.note.subject, ())
             if mine and any(
                 one.note.rank == keeper != self._own
                 and one.note.subject == own.note.subject
-                and one.note.step >= own.note.step
+                and own.note.step <= one.note.step <= furthest
                 for one in self._descriptions(listing)
             ):
                 self._presence.notes.leave(*self._last.pop(own.note.subject))

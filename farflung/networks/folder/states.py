@@ -23,7 +23,7 @@ from farflung.networks.peers.believing import Believed, Signs, Source, by_majori
 from farflung.networks.peers.frames import Frame, FrameError, digest, entry, parsed, reading
 from farflung.networks.peers.identity import rank_of
 from farflung.networks.peers.manifests import LONGEST, Manifest, described, manifest_of, pieces_of
-from farflung.networks.peers.member import Member
+from farflung.networks.peers.member import CLOCK_SECONDS, Member
 from farflung.networks.peers.packing import longest, packed, unpack
 
 GIVERS = 3
@@ -48,7 +48,8 @@ class FolderStates:
         self._answered: set[bytes] = set()
         self._given: dict[str, float] = {}
         """Own objects, and until when they are kept."""
-        self._refused: set[str] = set()
+        self._refused: set[int] = set()
+        """Ranks, which tell of keys: who has written a state that was kept may have gone, or never have been seen."""
         self._writer = ThreadPoolExecutor(1, "states")
         """Which writes one state after the other: the last one stays."""
         self._writing: list[Future[None]] = []
@@ -96,12 +97,11 @@ class FolderStates:
 
     def kept_step(self) -> int | None:
         """The step of the last state that was kept for when all have gone; None where there is none."""
-        return max((one.note.step for one in self.kept.newest()), default=None)
+        return max((one.note.step for one in self._kept()), default=None)
 
     def refuse(self, rank: int) -> None:
         """Takes no state of a peer any more."""
-        if member := self._presence.members.by_rank.get(rank):
-            self._refused.add(member.peer)
+        self._refused.add(rank)
 
     def _asked(self, listing: Listing) -> dict[bytes, bool]:
         """Whose questions this peer is to answer, and which of them are for the core only."""
@@ -158,7 +158,11 @@ class FolderStates:
         Else it would do so in each round in which it finds itself behind them.
         """
         least = self._presence.info["step"] if self._presence.members.training() else -1
-        return [one for one in self.kept.newest() if one.note.step > least]
+        return [one for one in self._kept() if one.note.step > least]
+
+    def _kept(self) -> list[Written]:
+        """What was kept, by whom this peer has not refused."""
+        return [one for one in self.kept.newest() if one.note.rank not in self._refused]
 
     def _described(self, written: Iterable[Written]) -> list[tuple[Source, list[str]]]:
         """Whose states can be taken, the furthest first."""
@@ -175,13 +179,13 @@ class FolderStates:
         content = self._notes.store.get(one.name, 0, LONGEST + OVERHEAD)
         told = parsed(bytes(self._notes.seals.told(one.name, 0, content)[1]))
         peer = str(entry(told, "peer", str))
-        if peer in self._refused or rank_of(peer) != one.note.rank or not self._notes.checked(peer, one):
+        if one.note.rank in self._refused or rank_of(peer) != one.note.rank or not self._notes.checked(peer, one):
             raise FrameError("its writer is not believed")
         self._notes.opened(peer, one.name, 0, content)
         manifest = manifest_of(told, self.largest, self._presence.members.furthest_step())
         names = [str(name) for name in entry(told, "names", list)]
-        if len(names) != len(manifest.pieces):
-            raise FrameError("a state has other pieces than it says")
+        if len(names) != len(manifest.pieces) or manifest.step != one.note.step:
+            raise FrameError("a state has other pieces than it says, or another step")
         return (_who(peer, one), manifest), names
 
     def _taken(self, described: list[tuple[Source, list[str]]], identical: bool) -> SharedState:
@@ -189,13 +193,12 @@ class FolderStates:
         sources = [source for source, _ in described]
         names = {source[0].peer: theirs for source, theirs in described}
         believed, contents = self._believed(sources, names, identical)
+        for member in believed.false:
+            if self._presence.found(member.rank):  # who has gone may have been right when it was there
+                self._find_out(member, "bad state", "its state is not that of the others")
         for source in believed.sources:
-            try:
-                content = contents.get(source[0].peer) or self._content(source, names[source[0].peer])
-            except (FrameError, SealError, FileNotFoundError):
-                self._presence.guard.refuse("bad piece")
-                continue
-            return _state_of(source, content)
+            if content := contents.get(source[0].peer) or self._content(source, names[source[0].peer]):
+                return _state_of(source, content)
         raise PeerLostError([source[0].rank for source in sources], "no peer has the run's state to give")
 
     def _believed(
@@ -205,14 +208,12 @@ class FolderStates:
         if len(sources) < GIVERS:
             return Believed(sources), {}
         like = largest_group(sources, lambda manifest: manifest.tensors)
+        if len(like) == 1:
+            raise PeerLostError([member.rank for (member, _) in sources], "no two peers say the same of the run's state")
         if identical and (believed := by_majority(like)):
             return believed, {}
-        contents = {}
-        for source in like:
-            try:
-                contents[source[0].peer] = self._content(source, names[source[0].peer])
-            except (FrameError, SealError, FileNotFoundError):
-                self._presence.guard.refuse("bad piece")
+        read = {source[0].peer: self._content(source, names[source[0].peer]) for source in like}
+        contents = {peer: content for peer, content in read.items() if content}
         there = [source for source in like if source[0].peer in contents]
         if not there:
             return Believed([]), contents
@@ -221,17 +222,28 @@ class FolderStates:
         sketches = [_sketched(memoryview(contents[member.peer]), manifest, signs) for member, manifest in there]
         return by_spread(there, sketches, signs), contents
 
-    def _content(self, source: Source, names: list[str]) -> bytearray:
-        """All pieces of a state. Raises FrameError, SealError and FileNotFoundError."""
+    def _content(self, source: Source, names: list[str]) -> bytearray | None:
+        """All pieces of a state; None where they are not there, or false, for which their writer is struck."""
         member, manifest = source
         content = bytearray(manifest.size)
-        for name, place, known in zip(names, manifest.pieces, manifest.digests, strict=True):
-            into = memoryview(content)[place]
-            sealed = self._notes.store.get(name, 0, longest(len(into)) + OVERHEAD)
-            unpack(bytearray(self._notes.opened(member.peer, name, 0, sealed)), into)
-            if digest(into) != known:
-                raise FrameError("a piece of a state is not what it announced")
-        return content
+        try:
+            for number, (name, place) in enumerate(zip(names, manifest.pieces, strict=True)):
+                into = memoryview(content)[place]
+                sealed = self._notes.store.get(name, 0, longest(len(into)) + OVERHEAD)
+                unpack(bytearray(self._notes.opened(member.peer, name, 0, sealed)), into)
+                if fault := manifest.fault(number, into):
+                    raise FrameError(fault)
+        except FrameError as error:
+            self._find_out(member, "bad piece", str(error))
+        except (SealError, FileNotFoundError):
+            self._presence.guard.refuse("bad piece")
+        else:
+            return content
+        return None
+
+    def _find_out(self, member: Member, kind: str, why: str) -> None:
+        self.refuse(member.rank)
+        self._presence.guard.strike(member.peer, kind, f"{member.described}: {why}")
 
     def _tidy(self, listing: Listing) -> None:
         """Has states removed that nobody wants any more: its own, and older ones of those who have gone."""
@@ -240,7 +252,8 @@ class FolderStates:
         for name in over:
             del self._given[name]
         self._notes.leave(*over)
-        newest = max((one.note.time for one in listing.written if self.kept.has(one)), default=0.0)
+        kept = (one.note.time for one in listing.written if self.kept.has(one))
+        newest = max((moment for moment in kept if moment <= time.time() + CLOCK_SECONDS), default=0.0)
         for one in listing.written:
             note = one.note
             if note.kind not in STAYING or self._presence.found(note.rank):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.networks.base import SharedState
-from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, reading, whole
+from farflung.networks.peers.frames import Frame, FrameError, digest, entry, name_in, reading, whole
 from farflung.networks.peers.member import FURTHEST
 
 PIECE = 1 << 22
@@ -43,6 +43,14 @@ class Manifest:
     def pieces(self) -> list[slice]:
         """Where its pieces lie."""
         return pieces_of([length for _, length in self.tensors])
+
+    def fault(self, number: int, content: memoryview) -> str:
+        """What is wrong with the bytes of one piece; "" where they are what was announced, and finite."""
+        if digest(content) != self.digests[number]:
+            return "a piece of its state is not what it announced"
+        if not torch.frombuffer(content, dtype=torch.float32).isfinite().all():
+            return "a piece of its state is not finite"
+        return ""
 
     def like(self, other: Manifest, identical: bool) -> bool:
         """Whether pieces of both make one state; where peers are `identical`, only those of the same bits."""

@@ -31,7 +31,6 @@ from farflung.networks.peers.frames import (
     SLOWEST,
     Frame,
     FrameError,
-    digest,
     parsed,
     read_payload,
     reading,
@@ -222,13 +221,10 @@ class Fetching:
     async def _check_piece(self, source: Source, number: int, content: memoryview, believed: Believed) -> None:
         """Refuses a peer whose piece is none of a state. Raises FrameError."""
         member, manifest = source
-        if await asyncio.to_thread(digest, content) != manifest.digests[number]:
-            fault = "a piece of its state is not what it announced"
-        elif not await asyncio.to_thread(_finite, content):
-            fault = "a piece of its state is not finite"
-        elif not await asyncio.to_thread(believed.holds_piece, number, content):
+        fault = await asyncio.to_thread(manifest.fault, number, content)
+        if not fault and not await asyncio.to_thread(believed.holds_piece, number, content):
             fault = "a piece of its state is not near the others'"
-        else:
+        if not fault:
             return
         self.refuse(member, "bad piece", fault)
         raise FrameError(fault)
@@ -247,7 +243,3 @@ def _sketches_in(told: bytes, pieces: int) -> Tensor:
     if not sketches.isfinite().all():
         raise FrameError("a state's sketches are not finite")
     return sketches
-
-
-def _finite(content: memoryview) -> bool:
-    return bool(torch.isfinite(torch.frombuffer(content, dtype=torch.float32)).all())
