@@ -209,7 +209,9 @@ class FolderStates:
             return Believed(sources), {}
         like = largest_group(sources, lambda manifest: manifest.tensors)
         if len(like) == 1:
-            raise PeerLostError([member.rank for (member, _) in sources], "no two peers say the same of the run's state")
+            raise PeerLostError(
+                [member.rank for (member, _) in sources], "no two peers say the same of the run's state"
+            )
         if identical and (believed := by_majority(like)):
             return believed, {}
         read = {source[0].peer: self._content(source, names[source[0].peer]) for source in like}
