@@ -96,6 +96,10 @@ def test_each_sequence_has_one_expert_whose_run_trains_on_it(mixture: Mixture) -
     )
     assert [one.available for one in experts] == [sum(row) for row in mixture.dealt]
     assert abs(experts[0].available - experts[1].available) <= 1
+    who = torch.from_numpy(np.load(mixture.who_got_what))
+    assert all(
+        torch.equal(whole[who == number], one.batch(np.arange(one.available))) for number, one in enumerate(experts)
+    )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

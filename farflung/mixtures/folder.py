@@ -1,6 +1,6 @@
 """A mixture's folder: the data of each expert, what routes between them, and what they are of.
 
-MIX/mixture.json  MIX/expert-0/ …  MIX/router-0/ …  MIX/runs/0/ …
+MIX/mixture.json  MIX/experts.npy  MIX/expert-0/ …  MIX/router-0/ …  MIX/runs/0/ …
 
 The last are the experts' runs, which may have been made elsewhere.
 """
@@ -87,6 +87,11 @@ class Mixture(Split):
     def router(self, expert: int) -> Path:
         """The folder of an expert's router."""
         return self.folder / f"router-{expert}"
+
+    @property
+    def who_got_what(self) -> Path:
+        """The number of each sequence's expert: (n,) int32, the sources one after the other, each in its order."""
+        return self.folder / "experts.npy"
 
     def read_tokenizer(self) -> Tokenizer:
         """What makes its tokens. Raises UserError where it is another one by now."""

@@ -80,6 +80,7 @@ def split(settings: SplitSettings, network: Network, told: Callable[[RouterRound
         for number in range(settings.experts):
             rows = held_out.numpy()[judges == number]
             _write_store(there.store(number), corpus, np.flatnonzero(experts == number), rows, tokenizer)
+        np.save(there.who_got_what, experts.astype(np.int32))
         there.write()
     return mixture
 
