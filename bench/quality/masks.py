@@ -47,7 +47,9 @@ def outcome(options: Options, settings: Settings, seed: int) -> Result:
         return subnets.outcome(options, {**subnets.AVERAGED, "part": settings["part"]}, seed)
     with tempfile.TemporaryDirectory() as name:
         model = subnets.model_of(options, Path(name), 1)
-        told = LanguageSettings(model=model, tokenizer="bytes", sequence_length=32, max_tokens=4_000_000)
+        told = LanguageSettings(
+            model=model, tokenizer="bytes", sequence_length=32, max_tokens=4_000_000, eval_sequences=128
+        )
         workload = Language(told, Deal(options.replicas))
 
         def loss(one: Any, replica: int, step: int) -> Tensor:
