@@ -2,7 +2,7 @@
 Letters of this machine's fonts, split by k-means, or by chance, among as many experts; one model sees as many pictures
 as all experts together, in as many operations. Once networks are told which letter to draw, and once they are not; then
 k-means sees pixels alone. A student learns from all experts. A grid of what each draws from the same noise lies beside
-the results. Takes about half an hour on two cores.
+the results. Takes about an hour on two cores.
 """
 
 from __future__ import annotations
@@ -50,18 +50,22 @@ class Options:
     resize: int = 8
     """Pixels of a letter's side."""
     width: int = 8
-    """Channels of all networks."""
+    """Channels of all networks that draw."""
     lr: float = 4e-3
     """Of all networks."""
-    router_steps: int = 400
+    router_steps: int = 1000
     """Of the router, in batches of 64."""
+    router_width: int = 16
+    """Its channels: one of 8 does not know small parts of pixels."""
     all_above: float = 0.5
     """The share of noise above which all experts work, in one of the ways."""
     drawn_pictures: int = 96
     """Letters drawn for the Frechet distance."""
 
 
-SMOKE = Options("AO", told=(False,), seeds=(0,), steps=2, batch_size=8, router_steps=100, drawn_pictures=0)
+SMOKE = Options(
+    "AO", told=(False,), seeds=(0,), steps=2, batch_size=8, router_steps=100, router_width=8, drawn_pictures=0
+)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -117,7 +121,7 @@ def _settings(options: Options, told: bool, seed: int, folder: Path) -> PictureS
         data=str(folder / "letters"),
         out=folder / "mix",
         experts=len(options.letters),
-        router_width=options.width,
+        router_width=options.router_width,
         router_steps=options.router_steps,
         seed=seed,
     )
