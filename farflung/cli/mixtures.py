@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from farflung.cli.arguments import flag, parse, value_among
+from farflung.cli.arguments import flag, parse
 from farflung.cli.printing import working
-from farflung.errors import UserError, disk_errors, suggestion
+from farflung.cli.splitting import SplitOptions, split
+from farflung.errors import UserError, suggestion
 from farflung.files import refuse_taken
 from farflung.mixtures.kinds import Kind, kind_of
-from farflung.mixtures.settings import SplitSettings
 from farflung.tables import Checked, setting
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ExportOptions:
 
 
 MixtureOptions = (
-    Annotated[SplitSettings, tyro.conf.subcommand("split", prefix_name=False)]
+    Annotated[SplitOptions, tyro.conf.subcommand("split", prefix_name=False)]
     | Annotated[RouterOptions, tyro.conf.subcommand("router", prefix_name=False)]
     | Annotated[EvaluateOptions, tyro.conf.subcommand("evaluate", prefix_name=False)]
     | Annotated[ExportOptions, tyro.conf.subcommand("export", prefix_name=False)]
@@ -85,26 +85,6 @@ def mixture(arguments: list[str]) -> None:
     if arguments[0] not in actions:
         raise UserError(f"mixture does not know {arguments[0]!r}{suggestion(arguments[0], [*actions])}")
     actions[arguments[0]](arguments[1:])
-
-
-def split(arguments: list[str]) -> None:
-    """Deal text, or pictures, among experts; under torchrun, text on several machines."""
-    kind = kind_of(value_among(arguments, "--workload") or SplitSettings.workload)
-    settings = parse(kind.Settings, arguments, "mixture split", split.__doc__)
-
-    from farflung.networks import from_env
-
-    network = from_env()
-    first = network.rank == network.members()[0]
-    made = kind.split(settings, network, _tell if first else lambda _: None)
-    if not first:
-        return
-    _tell_all(kind.dealt(made))
-    if network.traffic.bytes_sent:
-        print(f"sent to each other machine, scores and routers: {network.traffic.bytes_sent:,} bytes in all")
-    _write_page(kind, made)
-    print(f"farflung: {made.folder} has a part for each of {made.experts} experts; train each, anywhere, by itself:")
-    print(f"  farflung train {kind.train_flags(made)} --data {made.store(0)} --out {made.run(0)}    and so on")
 
 
 def router(arguments: list[str]) -> None:
@@ -179,21 +159,6 @@ def _exported(run: Path, folder: Path) -> Path:
 
     write_export(run, folder)
     return folder
-
-
-def _write_page(kind: Kind, made: Split) -> None:
-    """A report in the mixture's folder, and where it is."""
-    from farflung.report.split import write_split
-
-    out = made.folder / "report.html"
-    title = f"{made.experts} experts' {kind.noun}s: {made.folder.name}"
-    with disk_errors(f"write {out}", "make room"):
-        write_split(out, title, kind.told(made), kind.picture(made))
-    print(f"report: {out}")
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def _tell_all(lines: Iterable[str]) -> None:

@@ -111,7 +111,7 @@ def invite(arguments: list[str]) -> None:
     if {*helping.ASKED} & {*arguments}:  # else each that is given is refused with a reason
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
     options: Any = parse(with_field(InviteOptions, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
-    _refuse_several("start it without torchrun")
+    refuse_several("start it without torchrun")
 
     from farflung.training import onlooker, peer
 
@@ -123,11 +123,11 @@ def invite(arguments: list[str]) -> None:
         run = options.settings.run
         own = {"track": run.track, "track_replicas": run.track_replicas, "max_hours": run.max_hours}
         settings = peer.ticket_settings(ticket).changed(out=str(folder), **own)
-        _train(ticket, settings, options, True, lambda network: _hand_out(network.invitation(), options.ticket))
+        _train(ticket, settings, options, True, lambda network: hand_out(network.invitation(), options.ticket))
         return
     node = onlooker.looking_on(ticket, options.local, options.key, options.called, bootstrap=True)
     with node as network, _until_stopped() as stopped:
-        _hand_out(network.invitation(), options.ticket)
+        hand_out(network.invitation(), options.ticket)
         if options.at:
             return  # where peers find each other by themselves
         say(f"a bootstrap node of {options.name}; Ctrl-C ends it")
@@ -152,13 +152,13 @@ def _new_ticket(options: InviteOptions, shared: dict[str, Any]) -> Ticket:
     return ticket
 
 
-def _refuse_several(remedy: str) -> None:
+def refuse_several(remedy: str) -> None:
     """Refuses to be a peer in each of several processes, which would share a run folder and a key. Raises UserError."""
     if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(f"torchrun has started {count} processes, and this peer is one; {remedy}")
 
 
-def _hand_out(ticket: Any, path: Path | None) -> None:
+def hand_out(ticket: Any, path: Path | None) -> None:
     """Writes a ticket, or prints it. Raises UserError."""
     if path is None:
         print(ticket.text(), flush=True)
@@ -188,7 +188,7 @@ def join(arguments: list[str]) -> None:
     ticket = onlooker.ticket_in(options.ticket)
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
     if not settings.island.divided:
-        _refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
+        refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
     folder = typed(Path(options.own.out)) if options.own.out else free_folder(ticket.name)
     settings = settings.changed(out=str(folder))
     again = ["join", *arguments, *([] if options.own.out else ["--out", str(folder)])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import accumulate
 
 import numpy as np
@@ -15,6 +16,9 @@ from farflung.workloads import data, mixtures
 from farflung.workloads.base import Ids
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.tokenizers import Tokenizer
+
+BLOCK = 1 << 14
+"""Sequences that are read, and scored, at once."""
 
 
 class Corpus:
@@ -59,3 +63,13 @@ class Corpus:
         """All sequences held out (n, length) int64, and which source each is of."""
         rows = [part.held_out(1 << 62) for part in self._parts]
         return torch.cat(rows), np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+
+    def digest(self) -> str:
+        """A hash of all sequences, and of which source each is of."""
+        held_out, sources = self.held_out()
+        hashed = hashlib.sha256(repr(self._begins).encode())
+        for begin in range(0, len(self), BLOCK):
+            hashed.update(self.take(np.arange(begin, min(begin + BLOCK, len(self)))).numpy().data)
+        for rows in (held_out.numpy(), sources):
+            hashed.update(np.ascontiguousarray(rows).data)
+        return hashed.hexdigest()

@@ -6,24 +6,27 @@ Each learns from the sequences that it has, then new ones are dealt, and so on: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load, save
 from torch import Tensor
 
 from farflung.errors import UserError, counted
-from farflung.mixtures.corpus import Corpus
+from farflung.mixtures import packets
+from farflung.mixtures.corpus import BLOCK, Corpus
 from farflung.mixtures.modeling import log_likelihoods
 from farflung.mixtures.seats import balanced_assignment, purity
 from farflung.mixtures.settings import SplitSettings
 from farflung.networks import Network, PeerLostError
-from farflung.networks.base import Packets, packet_of, words_of
-from farflung.workloads import models
+from farflung.networks.base import Packets
+from farflung.networks.peers.frames import plain
+from farflung.workloads import models, tokenizers
 from farflung.workloads.base import Ids
 from farflung.workloads.dealing import in_epochs, permuted
 from farflung.workloads.settings import LanguageSettings
@@ -33,7 +36,6 @@ AT_ONCE = 1 << 22
 """Logits that scoring computes at once."""
 DEADLINE_S = 3600.0
 """Seconds to wait for the other machines' scores: they may be much slower."""
-SCORE = np.dtype(np.float16)
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ class Routers:
             raise UserError(
                 f"{len(self._members)} machines for {counted(settings.experts, 'router')}; start at most one for each"
             )
-        mine = range(self._members.index(network.rank), settings.experts, len(self._members))
-        self._own = {one: self._model(one) for one in mine}
+        self._own = {one: self._model(one) for one in self._numbers(network.rank)}
         self._optimizers = {
             one: torch.optim.AdamW(model.parameters(), lr=settings.lr) for one, model in self._own.items()
         }
@@ -74,6 +75,23 @@ class Routers:
     def own(self) -> dict[int, Any]:
         """The models of this machine's routers."""
         return self._own
+
+    def refuse_other_data(self, corpus: Corpus) -> None:
+        """Raises UserError where another machine has read other sequences, or splits them otherwise."""
+        if len(self._members) == 1:
+            return
+        shared = f"{sorted(self._settings.shared.items())} {self._tokenizer.digest} {corpus.digest()}"
+        tokens = (len(corpus) + len(corpus.held_out()[0])) * self._settings.sequence_length
+        own = packets.Reading(len(corpus), tokens, hashlib.sha256(shared.encode()).hexdigest())
+        for member, packet in self._exchanged(own.packet(), "read").items():
+            with self._read(member):
+                theirs = packets.reading_in(packet)
+            if theirs != own:
+                told = f"has read {theirs.sequences:,} sequences of {theirs.tokens:,} tokens, and this machine "
+                told += f"{own.sequences:,} of {own.tokens:,}"
+                if (theirs.sequences, theirs.tokens) == (own.sequences, own.tokens):
+                    told = "has read as much as this machine, but other text, or has other settings"
+                raise UserError(f"{self._network.address(member)} {told}; give all machines the same text and settings")
 
     def train(self, number: int, prefixes: Tensor) -> None:
         """Trains one of this machine's routers on begins (n, prefix), once, in their order."""
@@ -90,42 +108,69 @@ class Routers:
         Raises UserError where another machine is lost, and where a router's weights are no numbers any more.
         """
         own = [mean_scores(model, prefixes, self._tokenizer.end) for model in self._own.values()]
-        packets = self._exchanged(np.stack(own).astype(SCORE).tobytes(), name)
-        found = np.empty((len(prefixes), self._settings.experts), dtype=SCORE)
-        for place, member in enumerate(self._members):
-            theirs = np.frombuffer(words_of(packets[member]), dtype=SCORE).reshape(-1, len(prefixes))
-            found[:, place :: len(self._members)] = theirs.T
-        if not np.isfinite(found).all():
-            raise UserError(f"a router has diverged with --lr {self._settings.lr:g}; give a smaller one")
+        found = np.empty((len(prefixes), self._settings.experts), dtype=packets.SCORE)
+        for member, packet in self._exchanged(packets.scores_packet(own), name).items():
+            numbers = self._numbers(member)
+            with self._read(member):
+                found[:, numbers] = packets.scores_in(packet, len(numbers), len(prefixes)).T
+            for number in numbers:
+                if not np.isfinite(found[:, number]).all():
+                    raise UserError(
+                        f"router {number}, of {self._network.address(member)}, has diverged with --lr "
+                        f"{self._settings.lr:g}; give a smaller one"
+                    )
         return found
 
     def all(self) -> dict[int, Any]:
         """All routers by number, on each machine; it has then sent the weights of its own once. Raises UserError."""
-        states = {one: model.state_dict() for one, model in self._own.items()}
-        own = {f"{one}/{name}": tensor.clone() for one, state in states.items() for name, tensor in state.items()}
-        weights: dict[int, dict[str, Tensor]] = {}
-        for packet in self._exchanged(save(own), "weights").values():
-            for key, tensor in load(words_of(packet)).items():
-                number, _, name = key.partition("/")
-                weights.setdefault(int(number), {})[name] = tensor
-        found = {one: self._model(one) for one in sorted(weights)}
-        for one, model in found.items():
-            model.load_state_dict(weights[one])
-        return found
+        found: dict[int, Any] = {}
+        for member, packet in self._exchanged(packets.weights_packet(self._own), "weights").items():
+            theirs = {one: self._model(one) for one in self._numbers(member)}
+            with self._read(member):
+                packets.load_weights(theirs, packet)
+            found |= theirs
+        return dict(sorted(found.items()))
+
+    def _numbers(self, member: int) -> range:
+        """The routers of a machine."""
+        return range(self._members.index(member), self._settings.experts, len(self._members))
 
     def _model(self, number: int) -> Any:
         settings = self._settings
-        seen = settings.prefix + 1  # with the token that stands before a text
-        named = LanguageSettings(model=settings.router, tokenizer=settings.tokenizer, sequence_length=seen)
-        return models.build(named, self._tokenizer, settings.seed * settings.experts + number)
+        return models.build(model_settings(settings), self._tokenizer, settings.seed * settings.experts + number)
 
-    def _exchanged(self, words: bytes, name: str) -> Packets:
+    @contextmanager
+    def _read(self, member: int) -> Iterator[None]:
+        """Says whose packet is none. Raises UserError."""
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(
+                f"{self._network.address(member)} breaks off the split: {plain(str(error))}; see that it has the same "
+                "farflung, and start again on all machines"
+            ) from error
+
+    def _exchanged(self, packet: Tensor, name: str) -> Packets:
         """What all machines tell under a name, by their ranks. Raises UserError."""
         try:
             key = f"routers-{self._attachment}-{name}"
-            return self._network.exchange(packet_of(words), self._members, key).wait(DEADLINE_S)
+            return self._network.exchange(packet, self._members, key).wait(DEADLINE_S)
         except PeerLostError as error:
             raise UserError(f"the split has lost a machine ({error}); start it again on all of them") from error
+
+
+def model_settings(settings: SplitSettings) -> LanguageSettings:
+    """What a router is, in the words of language models."""
+    seen = settings.prefix + 1  # with the token that stands before a text
+    return LanguageSettings(model=settings.router, tokenizer=settings.tokenizer, sequence_length=seen)
+
+
+def largest_packet(settings: SplitSettings, machines: int) -> int:
+    """Bytes of the largest packet that so many machines send each other. Raises UserError."""
+    tokenizer = tokenizers.load(settings.tokenizer)
+    router = models.outline(models.model_config(model_settings(settings), tokenizer))
+    routers = -(-settings.experts // machines)
+    return packets.largest_packet(router, routers, max(BLOCK, settings.round_sequences))
 
 
 @torch.no_grad()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from farflung.errors import UserError
 from farflung.tables import rule_of, setting
+
+OWN = ("workload", "data", "out")
+"""What each of several machines says for itself: paths are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,12 @@ class SplitSettings:
             raise UserError(
                 f"prefix is {self.prefix} and sequence_length {self.sequence_length}; a prefix is a part of a sequence"
             )
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Those that are the same on all machines that split together, as far as they are set."""
+        every = {field.name: getattr(self, field.name) for field in dataclasses.fields(SplitSettings)}
+        return {name: value for name, value in every.items() if name not in OWN and value is not None}
 
     @property
     def round_sequences(self) -> int:

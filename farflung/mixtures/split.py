@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import save_model
+from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.files import refuse_taken
-from farflung.mixtures.corpus import Corpus
+from farflung.mixtures.corpus import BLOCK, Corpus
 from farflung.mixtures.folder import Mixture, written_beside
 from farflung.mixtures.routers import RouterRound, Routers, learn
 from farflung.mixtures.seats import balanced_assignment, table_of
@@ -22,8 +23,6 @@ from farflung.workloads import models, store, tokenizers
 from farflung.workloads.base import Ids
 from farflung.workloads.tokenizers import Tokenizer
 
-BLOCK = 1 << 14
-"""Sequences that are read, and scored, at once."""
 LEAST_CHOSEN = 0.1
 """Of an even share: a router that fewer sequences would choose has learnt nothing of its own."""
 
@@ -47,12 +46,14 @@ def split(settings: SplitSettings, network: Network, told: Callable[[RouterRound
             "give more text, or fewer --experts"
         )
     routers = Routers(settings, tokenizer, network)
+    routers.refuse_other_data(corpus)
     learn(routers, corpus, settings, rounds := _Told(told))
-    scores = _scores_of_all(routers, corpus, settings.prefix)
+    blocks = _blocks(np.arange(len(corpus)))
+    scores = _all_scores(routers, (corpus.take(ids)[:, : settings.prefix] for ids in blocks), "all")
     refuse_collapsed(scores)
     experts = balanced_assignment(scores)
     held_out, _ = corpus.held_out()
-    judges = routers.scores(held_out[:, : settings.prefix], "held-out").argmax(axis=1)
+    judges = _all_scores(routers, held_out[:, : settings.prefix].split(BLOCK), "held-out").argmax(axis=1)
     judged = np.bincount(judges, minlength=settings.experts)
     if not judged.all():
         raise UserError(
@@ -113,10 +114,8 @@ def _blocks(ids: Ids) -> Iterator[Ids]:
     yield from (ids[begin : begin + BLOCK] for begin in range(0, len(ids), BLOCK))
 
 
-def _scores_of_all(routers: Routers, corpus: Corpus, prefix: int) -> NDArray[np.float16]:
-    blocks = _blocks(np.arange(len(corpus)))
-    each = [routers.scores(corpus.take(ids)[:, :prefix], f"all-{number}") for number, ids in enumerate(blocks)]
-    return np.concatenate(each)
+def _all_scores(routers: Routers, blocks: Iterable[Tensor], name: str) -> NDArray[np.float16]:
+    return np.concatenate([routers.scores(block, f"{name}-{number}") for number, block in enumerate(blocks)])
 
 
 def _write_store(folder: Path, corpus: Corpus, ids: Ids, held_out: NDArray[np.int64], tokenizer: Tokenizer) -> None:

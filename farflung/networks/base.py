@@ -189,6 +189,9 @@ class Network(Protocol):
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
 
+    def address(self, rank: int) -> str:
+        """A replica's name in messages, with its machine where that is known."""
+
     def attachment(self) -> int:
         """The next number, from 0, for the keys of a session, so that they differ from others'."""
 

@@ -3,6 +3,7 @@
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.doors import DoorNetwork
 from farflung.networks.internet.examination import examine
+from farflung.networks.internet.fixed import FixedGroup
 from farflung.networks.internet.network import InternetNetwork
 from farflung.networks.listening import ListenAddress
 from farflung.networks.peers.addresses import peers_at
@@ -13,6 +14,7 @@ from farflung.renamed import renamed
 
 __all__ = [
     "DoorNetwork",
+    "FixedGroup",
     "Identity",
     "InternetNetwork",
     "ListenAddress",

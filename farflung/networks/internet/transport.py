@@ -81,18 +81,21 @@ class Arriving:
 class PacketTransport:
     """Sends and receives this peer's packets; all methods run in the peers' thread.
 
-    No packet of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a transfer is given up.
+    No packet of more than `largest` bytes is taken; after `stall_s` seconds without a byte, a transfer is given up. One
+    that comes before anybody waits for it has as long to wait, unless given `early_s`.
     """
 
-    def __init__(self, peers: Peers, largest: int, stall_s: float) -> None:
+    def __init__(self, peers: Peers, largest: int, stall_s: float, early_s: float | None = None) -> None:
         self.largest = largest + ROOM
         self.traffic = Traffic()
         self._peers = peers
         self._stall_s = stall_s
+        self._early_s = early_s
         self._awaited: dict[Address, asyncio.Future[Tensor]] = {}
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._arriving: dict[Address, Arriving] = {}
+        self._unacknowledged = set[asyncio.Task[None]]()
         self._turns = WeakValueDictionary[int, asyncio.Semaphore]()
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
@@ -137,6 +140,13 @@ class PacketTransport:
             delivery.cancel()
             raise
         self.traffic.sent(packet.numel())
+        self._unacknowledged.add(delivery)
+        delivery.add_done_callback(self._unacknowledged.discard)
+
+    async def receipts(self) -> None:
+        """Waits until all that was sent has come, or its receivers are silent: who leaves earlier may cut it off."""
+        if self._unacknowledged:
+            await asyncio.wait(self._unacknowledged)
 
     async def _swap_with(
         self, rank: int, seat: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float
@@ -267,7 +277,11 @@ class PacketTransport:
         if not signed_by(member.peer, entry(frame, "signature", str), _text(header)):
             raise FrameError("a packet's signature is not its sender's")
         if not 0 <= size <= self.largest:
-            raise FrameError(f"a packet says that it has {size} bytes; at most {self.largest} are taken")
+            fault = f"a packet says that it has {size} bytes; at most {self.largest} are taken"
+            if (awaited := self._awaited.get((sender, key))) and not awaited.done():
+                awaited.set_exception(PacketLostError(fault))
+                awaited.exception()  # who waits for it may have gone
+            raise FrameError(fault)
         name = name_in(frame, "session", LONGEST_WORD), sender, key
         if name in self._taken:
             raise FrameError(f"a packet was sent again: {key}")
@@ -281,7 +295,7 @@ class PacketTransport:
         if address not in self._awaited:
             self._early[address] = asyncio.Event()
             try:
-                async with asyncio.timeout(self._stall_s):
+                async with asyncio.timeout(self._early_s or self._stall_s):
                     await self._early[address].wait()
             except TimeoutError:
                 raise RequestRefusedError(f"nobody waits for {key} here") from None

@@ -44,6 +44,8 @@ DAEMONS, DAEMON_SECONDS = 3, 600.0
 """A daemon that dies so often in so many seconds, or cannot start again, cannot be kept alive."""
 AGAIN_SECONDS = 5.0
 """How long what hinders a daemon that cannot start has to pass."""
+SILENT_SECONDS = 120.0
+"""A member that does not answer, and was not heard of for so long, has gone: its machine may have lost its power."""
 PROVEN = 4096
 """Peers at most of which this one remembers that they are members."""
 
@@ -204,7 +206,8 @@ class Peers:
         try:
             return (await self.handshake(member.peer)).session == member.session
         except TimeoutError:
-            return True
+            known = self.members.by_rank.get(member.rank)
+            return known is None or time.monotonic() - known.heard < SILENT_SECONDS
         except (*UNREACHABLE, UserError, FrameError, RequestRefusedError):
             self.members.failed(member.rank)
             return False
