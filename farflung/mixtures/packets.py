@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from farflung.networks.base import fact_packet, packet_of, words_of
-from farflung.networks.peers.frames import parsed, reading
+from farflung.networks.peers.frames import reading, told_in
 
 SCORE = np.dtype(np.float16)
 NAME_BYTES = 256
@@ -41,7 +41,7 @@ class Reading:
 @reading("what it has read")
 def reading_in(packet: Tensor) -> Reading:
     """What another machine has read."""
-    told = Reading(**parsed(words_of(packet)))
+    told = Reading(**told_in(words_of(packet)))
     return Reading(int(told.sequences), int(told.tokens), str(told.digest))
 
 

@@ -81,11 +81,13 @@ class FixedGroup(Exchanges):
         self._seats = {rank: rank for rank in seated}
         self._find_all()
         tell(f"all {self._size} machines are there")
+        self.peers.tell = lambda _: None  # who is lost, exchanges tell; who has left at the end, nobody needs to know
 
     def close(self) -> None:
         """Leaves, once the others have what was sent."""
-        with suppress(TimeoutError):
-            self.peers.background.run(self._transport.receipts(), START_SECONDS)
+        if self._transport.unacknowledged:
+            with suppress(TimeoutError):
+                self.peers.background.run(self._transport.receipts(), START_SECONDS)
         self.peers.close()
 
     def _find_all(self) -> None:

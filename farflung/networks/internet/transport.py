@@ -95,7 +95,8 @@ class PacketTransport:
         self._early: dict[Address, asyncio.Event] = {}
         self._taken: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._arriving: dict[Address, Arriving] = {}
-        self._unacknowledged = set[asyncio.Task[None]]()
+        self.unacknowledged = set[asyncio.Task[None]]()
+        """What was sent, and may not have come yet."""
         self._turns = WeakValueDictionary[int, asyncio.Semaphore]()
         peers.handlers["packet"] = self._on_packet
         peers.handlers["stripe"] = self._on_stripe
@@ -140,13 +141,12 @@ class PacketTransport:
             delivery.cancel()
             raise
         self.traffic.sent(packet.numel())
-        self._unacknowledged.add(delivery)
-        delivery.add_done_callback(self._unacknowledged.discard)
+        self.unacknowledged.add(delivery)
+        delivery.add_done_callback(self.unacknowledged.discard)
 
     async def receipts(self) -> None:
         """Waits until all that was sent has come, or its receivers are silent: who leaves earlier may cut it off."""
-        if self._unacknowledged:
-            await asyncio.wait(self._unacknowledged)
+        await asyncio.gather(*self.unacknowledged)
 
     async def _swap_with(
         self, rank: int, seat: int, packet: Tensor, transfer: Transfer[Any], key: str, deadline: float
