@@ -24,7 +24,7 @@ from farflung.mixtures.modeling import log_likelihoods
 from farflung.mixtures.seats import balanced_assignment, purity
 from farflung.mixtures.settings import SplitSettings
 from farflung.networks import Network, PeerLostError
-from farflung.networks.base import Packets
+from farflung.networks.base import Packets, name_of
 from farflung.networks.peers.frames import plain
 from farflung.workloads import models, tokenizers
 from farflung.workloads.base import Ids
@@ -91,7 +91,9 @@ class Routers:
                 told += f"{own.sequences:,} of {own.tokens:,}"
                 if (theirs.sequences, theirs.tokens) == (own.sequences, own.tokens):
                     told = "has read as much as this machine, but other text, or has other settings"
-                raise UserError(f"{self._network.address(member)} {told}; give all machines the same text and settings")
+                raise UserError(
+                    f"{name_of(self._network, member)} {told}; give all machines the same text and settings"
+                )
 
     def train(self, number: int, prefixes: Tensor) -> None:
         """Trains one of this machine's routers on begins (n, prefix), once, in their order."""
@@ -116,7 +118,7 @@ class Routers:
             for number in numbers:
                 if not np.isfinite(found[:, number]).all():
                     raise UserError(
-                        f"router {number}, of {self._network.address(member)}, has diverged with --lr "
+                        f"router {number}, of {name_of(self._network, member)}, has diverged with --lr "
                         f"{self._settings.lr:g}; give a smaller one"
                     )
         return found
@@ -146,7 +148,7 @@ class Routers:
             yield
         except ValueError as error:
             raise UserError(
-                f"{self._network.address(member)} breaks off the split: {plain(str(error))}; see that it has the same "
+                f"{name_of(self._network, member)} breaks off the split: {plain(str(error))}; see that it has the same "
                 "farflung, and start again on all machines"
             ) from error
 

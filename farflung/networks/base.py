@@ -189,9 +189,6 @@ class Network(Protocol):
     def members(self) -> Group:
         """The replicas believed alive, sorted, this one among them."""
 
-    def address(self, rank: int) -> str:
-        """A replica's name in messages, with its machine where that is known."""
-
     def attachment(self) -> int:
         """The next number, from 0, for the keys of a session, so that they differ from others'."""
 
@@ -234,6 +231,12 @@ class DealingNetwork(Network, Protocol):
 
     def all_to_all(self, packets: Packets, group: Group, key: str) -> Pending[Packets]:
         """Sends each of the others its packet; yields what they have sent here, by their ranks. Own ones stay away."""
+
+
+def name_of(network: Network, rank: int) -> str:
+    """A replica's name in messages; networks of real machines have an `address`, which says where it is."""
+    address = getattr(network, "address", None)
+    return str(address(rank)) if address else f"replica {rank}"
 
 
 def that_deals(network: Network, whose: str) -> DealingNetwork:

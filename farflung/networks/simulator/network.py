@@ -222,10 +222,6 @@ class SimulatedNetwork:
         """The living whom this replica can reach, also those that have finished: these fail at once."""
         return self._cluster.members(self.rank)
 
-    def address(self, rank: int) -> str:
-        """See Network."""
-        return f"replica {rank}"
-
     def attachment(self) -> int:
         """See Network."""
         return next(self._attachments)
