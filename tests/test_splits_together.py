@@ -225,6 +225,8 @@ def test_a_ticket_tells_all_settings_but_what_is_each_machines_own(tmp_path: Pat
         ("--invite t --machines 1", "--machines is 1; it must be at least 2"),
         ("--invite t --machines 3 --experts 2", "--machines is 3, for 2 routers; start at most one for each"),
         ("--join t --out .", "give another folder with --out"),
+        ("--invite words.txt --machines 2", "words.txt exists, and is no ticket; give another place for the ticket"),
+        ("--invite . --machines 2", ". exists, and is no file; give another place for the ticket"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_a_line(
@@ -233,6 +235,7 @@ def test_what_does_not_go_together_is_refused_in_a_line(
     at = (f"/ip4/127.0.0.1/tcp/5/p2p/{PEER}",)
     ticket_to(settings(tmp_path, experts=5), 3).at(at).write(tmp_path / "t")
     Ticket.new("a run", {"every": 5}).at(at).write(tmp_path / "run")
+    (tmp_path / "words.txt").write_text("words")
     Ticket.new("edited", {"expert": 5, "machines": 3}).at(at).write(tmp_path / "edited")
     arguments = ["--data", "words.txt", "--out", "mix", *flags.split()]
     assert run_here(monkeypatch, tmp_path, "mixture", "split", *arguments) == 2

@@ -24,7 +24,7 @@ from farflung.cli.training import check_trackers, telling_how_to_go_on, tracking
 from farflung.errors import UserError, counted
 from farflung.files import typed
 from farflung.networks.listening import ListenAddress
-from farflung.networks.peers.ticket import Ticket, is_folder
+from farflung.networks.peers.ticket import Ticket, is_folder, read_ticket
 from farflung.settings import Settings
 from farflung.signals import on_stop_signals
 from farflung.tables import BETWEEN_PEERS
@@ -112,6 +112,8 @@ def invite(arguments: list[str]) -> None:
         settings = Settings(**{name: without(table, NOT_INVITED) for name, table in vars(settings).items()})
     options: Any = parse(with_field(InviteOptions, "settings", settings), arguments, "invite", invite.__doc__, FIRST)
     refuse_several("start it without torchrun")
+    if options.ticket:
+        refuse_no_ticket(options.ticket)
 
     from farflung.training import onlooker, peer
 
@@ -158,6 +160,17 @@ def refuse_several(remedy: str) -> None:
         raise UserError(f"torchrun has started {count} processes, and this peer is one; {remedy}")
 
 
+def refuse_no_ticket(path: Path) -> None:
+    """Refuses to write a ticket in place of what is none, which would be lost. Raises UserError."""
+    if path.is_file() and path.stat().st_size:
+        try:
+            read_ticket(path)
+        except UserError as error:
+            raise UserError(f"{path} exists, and is no ticket; give another place for the ticket") from error
+    elif path.exists() and not path.is_file():
+        raise UserError(f"{path} exists, and is no file; give another place for the ticket")
+
+
 def hand_out(ticket: Any, path: Path | None) -> None:
     """Writes a ticket, or prints it. Raises UserError."""
     if path is None:
@@ -169,7 +182,7 @@ def hand_out(ticket: Any, path: Path | None) -> None:
     try:
         ticket.write(path)
     except OSError as error:
-        raise UserError(f"cannot write the ticket {path}: {error.strerror}; choose another with --ticket") from error
+        raise UserError(f"cannot write the ticket {path}: {error.strerror}; give another place for it") from error
     say(f"the ticket is in {path}; hand it over as you would a password")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from farflung.cli.arguments import flags_among, parse, value_among
-from farflung.cli.peers import hand_out, refuse_several
+from farflung.cli.peers import hand_out, refuse_no_ticket, refuse_several
 from farflung.errors import UserError, disk_errors
 from farflung.files import refuse_taken
 from farflung.mixtures.kinds import Kind, kind_of
@@ -87,6 +87,7 @@ def _meeting(options: SplitOptions, arguments: list[str]) -> tuple[SplitSettings
         return settings_of(ticket, options, given), ticket
     if not (options.invite and options.machines):
         raise UserError("the first machine gives both: --invite TICKET, a file to write, and --machines, how many")
+    refuse_no_ticket(options.invite)
     return options, ticket_to(options, options.machines)
 
 
