@@ -555,23 +555,24 @@ def test_what_attach_is_given_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "unlike"),
     [
-        (methods.noloco(), methods.diloco()),
-        (methods.diloco(), methods.noloco()),
-        (methods.diloco(), methods.ddp()),
-        (methods.ddp(), methods.diloco()),
-        (methods.diloco(fragments=2), methods.diloco()),
+        (methods.noloco(), methods.diloco(), "topology: RandomGroups(size=2, seed=0), not Everyone()"),
+        (methods.diloco(), methods.noloco(), "topology: Everyone(), not RandomGroups(size=2, seed=0)"),
+        (methods.diloco(), methods.ddp(), "schedule: every: 50, not 1"),
+        (methods.ddp(), methods.diloco(), "schedule: every: 1, not 50"),
+        (methods.diloco(fragments=2), methods.diloco(), "schedule: fragments: 2, not 1"),
     ],
 )
-def test_a_state_of_another_method_is_refused(one: Method, other: Method) -> None:
+def test_a_state_of_another_method_is_refused(one: Method, other: Method, unlike: str) -> None:
     model = small_model()
     with one.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
         state = outer.state_dict()
         outer._begun = True
     with other.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
-        with pytest.raises(UserError, match="this state belongs to another method or model"):
+        with pytest.raises(UserError) as error:
             outer.load_state_dict(state)
+        assert str(error.value) == f"this state was saved with another {unlike}; attach that"
         outer._begun = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -482,3 +483,75 @@ def test_methods_that_cannot_deal_are_refused() -> None:
         overlapped.attach(model, torch.optim.SGD(model.parameters(), lr=LR), network)
     with pytest.raises(UserError, match="on the internet use noloco"):
         methods.ist().check_elastic()
+
+
+# What users bring
+
+
+def warm(model: Any) -> torch.optim.Optimizer:
+    """An optimizer that has trained the whole model before it is attached."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    train(model, optimizer, 0, range(1))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "warm": warm,
+    "with state from the start": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["ist", "resist"])
+def test_moments_of_whole_matrices_from_before_are_left_behind(name: str, kind: str) -> None:
+    def work(network: SimulatedNetwork, cleared: bool) -> dict[str, Tensor]:
+        model = decoder(torch.float32)
+        optimizer = OPTIMIZERS[kind](model)
+        if cleared:
+            for parameter in [
+                one for key, one in model.named_parameters() if re.search(r"_proj\.", key) and "o_proj.bias" not in key
+            ]:
+                optimizer.state.pop(parameter)
+        with subnet.METHODS[name]().attach(model, optimizer, network):
+            train(model, optimizer, network.rank, range(STEPS))
+        return {key: values.clone() for key, values in model.state_dict().items()}
+
+    found, anew = (Simulation(2).run(partial(work, cleared=cleared)) for cleared in (False, True))
+    if name == "ist":
+        assert all(same(one, other) for one, other in zip(found, anew, strict=True))
+    assert all(values.isfinite().all() for one in found for values in one.values())
+
+
+def test_layers_with_frozen_weights_are_refused_at_attach() -> None:
+    model = decoder(torch.float32)
+    for parameter in model.model.layers[1].self_attn.parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.\S+ is frozen") as error:
+        subnet.METHODS["resist"]().attach(model, optimizer, SimulatedNetwork.alone())
+    assert "\n" not in str(error.value)
+
+
+def test_more_replicas_than_a_state_is_of_are_told_so() -> None:
+    def begun(network: SimulatedNetwork) -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = decoder(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, subnet.METHODS["ist"]().attach(model, optimizer, network)
+
+    def saved(network: SimulatedNetwork) -> dict[str, Any]:
+        model, optimizer, attached = begun(network)
+        with attached as outer:
+            train(model, optimizer, network.rank, range(EVERY))
+            return copy.deepcopy(outer.state_dict())
+
+    states = Simulation(2).run(saved)
+
+    def resumed(network: SimulatedNetwork) -> str:
+        with begun(network)[2] as outer:
+            with pytest.raises(UserError) as error:
+                outer.load_state_dict(states[network.rank % 2])
+            return str(error.value)
+
+    told = "this state is of replicas 0, 1, whose units nobody has dealt to replica 2, 3; go on with as many replicas"
+    assert Simulation(4).run(resumed) == [told] * 4

@@ -50,7 +50,7 @@ class Options:
     """Theirs."""
 
 
-SMOKE = Options(machines=2, letters=20_000, rounds=1, router_sequences=32)
+SMOKE = Options(machines=2, letters=20_000, rounds=1, router_sequences=32, lr=1e-3)
 
 
 class Timed(TorchNetwork):

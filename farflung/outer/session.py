@@ -229,6 +229,8 @@ class Session:
             ROUNDS.check(state, "this state")
             self._check_state(state)
             self._load(state)
+        except UserError:
+            raise
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(

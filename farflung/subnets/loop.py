@@ -6,7 +6,7 @@ hands travel, as they are: a unit has one holder, so there is nothing to average
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from farflung.outer.setup import Setup
 from farflung.subnets.assembling import assemble
 from farflung.subnets.holdings import Holdings, first_holdings
 from farflung.subnets.parts import Parts
+from farflung.subnets.units import Pool
 
 if TYPE_CHECKING:
     from farflung.subnets.dealing import DealtUnits
@@ -48,6 +49,7 @@ class SubnetLoop(OuterLoop):
         members = network.members()
         self._dealing, self._deals = dealing, that_deals(network, "this method")
         self._pools = dealing.pools(setup.model, len(members))
+        _refuse_frozen(self._pools, setup.model)
         self._holdings = first_holdings([pool.units for pool in self._pools], members, dealing.seed)
         self._groups: list[Group] = []
         super().__init__(setup)
@@ -55,6 +57,7 @@ class SubnetLoop(OuterLoop):
         self._parts = Parts(setup.model, self._pools, device)
         self._parts.hold(self._holdings.of(network.rank))
         self.undo.callback(self._parts.end)
+        self._forget_moments()
 
     def _exchanged(self) -> Mapping[str, nn.Parameter]:
         dealt = {name for pool in self._pools for name in pool.cuts}
@@ -81,9 +84,13 @@ class SubnetLoop(OuterLoop):
         self._swap(pending, result, before, later)
         self._holdings = later
         self._parts.hold(later.of(self.network.rank))
+        self._forget_moments()
+
+    def _forget_moments(self) -> None:
+        """Has the inner optimizer's state of the units start anew: other ones were held when it was made."""
         for optimizer in self.trained.optimizers:
             for parameter in self._parts.named.values():
-                optimizer.state.pop(parameter, None)  # moments of other units
+                optimizer.state.pop(parameter, None)
 
     def _swap(self, pending: PendingRound[Tensor, Exchange], result: Result, before: Holdings, later: Holdings) -> None:
         """Gives others their new units, and takes those that come here; without them, older copies do."""
@@ -140,6 +147,15 @@ class SubnetLoop(OuterLoop):
         holdings = {"holders": self._holdings.holders, "givers": self._holdings.givers}
         return {**super().state_dict(), "holdings": holdings, "units": self._parts.state_dict()}
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        dealt = {rank for pool in state["holdings"]["holders"] for rank in pool}
+        if strange := sorted({*self.network.members()} - dealt):
+            raise UserError(
+                f"this state is of replicas {', '.join(map(str, sorted(dealt)))}, whose units nobody has dealt to "
+                f"replica {', '.join(map(str, strange))}; go on with as many replicas"
+            )
+
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         super()._load(state)
@@ -147,3 +163,10 @@ class SubnetLoop(OuterLoop):
         self._holdings = Holdings(holders, givers)
         self._parts.hold(self._holdings.of(self.network.rank))
         self._parts.load_state_dict(state["units"])
+
+
+def _refuse_frozen(pools: Sequence[Pool], model: nn.Module) -> None:
+    """Refuses layers with frozen weights: replicas compare those, and hold other layers. Raises UserError."""
+    for name in (name for pool in pools if pool.modules for name in pool.cuts):
+        if not model.get_parameter(name).requires_grad:
+            raise UserError(f"{name} is frozen, but layers are dealt whole; train it, too, or choose method ist")
