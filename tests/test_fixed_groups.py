@@ -27,6 +27,7 @@ from farflung.networks.internet import (
     transport,
 )
 from farflung.networks.internet.contact import peers as contact
+from farflung.networks.internet.examination import examine
 
 T = TypeVar("T")
 LARGEST = 1 << 20
@@ -99,6 +100,12 @@ def test_all_have_the_same_group_and_each_others_packets(machines: Callable[[int
 
     assert three.each(swapped) == [{rank: [place] * 3 for place, rank in enumerate(ranks)}] * 3
     assert [seat.traffic.bytes_sent for seat in three.seats] == [6] * 3
+
+
+def test_links_within_a_group_can_be_examined(machines: Callable[[int], Machines]) -> None:
+    two = machines(2)
+    two.gather()
+    assert [one.line for one in examine(two.seats[1].peers) if not one.good] == []
 
 
 def test_who_comes_when_all_are_there_is_told_so(machines: Callable[[int], Machines]) -> None:

@@ -26,6 +26,7 @@ from farflung.mixtures.tickets import settings_of, ticket_to
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.networks.base import packet_of
 from farflung.networks.peers.ticket import Ticket, read_ticket
+from farflung.training.peer import ticket_settings
 from farflung.workloads.tokenizers import Bytes
 
 PEER = "12D3KooWGzms1Kxcy5XTDyDmfWA9ZjKRHCidhKDXMdwwCKq6aBoH"
@@ -208,6 +209,16 @@ def test_a_ticket_tells_all_settings_but_what_is_each_machines_own(tmp_path: Pat
     found = settings_of(read, own, {"data", "out", "join"})
     assert found.shared == wanted.shared and (found.out, found.data) == (own.out, ("other.txt",))
     assert read.settings_hash == ticket_to(wanted, 3).settings_hash
+
+
+def test_a_ticket_to_a_split_is_no_ticket_to_a_run(tmp_path: Path) -> None:
+    ticket_to(settings(tmp_path, experts=3), 3).write(tmp_path / "t")
+    with pytest.raises(UserError) as error:
+        ticket_settings(read_ticket(tmp_path / "t"))
+    assert str(error.value) == (
+        "the ticket leads to a mixture split of 3 machines, which is no run; take part with: "
+        "farflung mixture split --join TICKET"
+    )
 
 
 @pytest.mark.parametrize(

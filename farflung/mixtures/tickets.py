@@ -7,12 +7,10 @@ from pathlib import Path
 
 from farflung.errors import UserError, counted
 from farflung.mixtures.settings import SplitSettings
-from farflung.networks.peers.ticket import Ticket
+from farflung.networks.peers.ticket import SIZE, Ticket
 from farflung.tables import from_table
 
 NAME = "mixture split"
-MACHINES = "machines"
-"""The key of how many there are."""
 
 
 def ticket_to(settings: SplitSettings, machines: int) -> Ticket:
@@ -21,15 +19,14 @@ def ticket_to(settings: SplitSettings, machines: int) -> Ticket:
         raise UserError(
             f"machines is {machines}, for {counted(settings.experts, 'router')}; start at most one for each"
         )
-    return Ticket.new(NAME, {**settings.shared, MACHINES: machines})
+    return Ticket.new(NAME, {**settings.shared, SIZE: machines})
 
 
 def machines_of(ticket: Ticket) -> int:
     """How many machines split together. Raises UserError for a ticket to something else."""
-    machines = ticket.settings.get(MACHINES)
-    if type(machines) is not int or machines < 2:
+    if ticket.size is None:
         raise UserError(f"the ticket leads to {ticket.name}, which is no split; give the one that --invite has written")
-    return machines
+    return ticket.size
 
 
 def settings_of(ticket: Ticket, own: SplitSettings, given: Collection[str]) -> SplitSettings:
@@ -37,7 +34,7 @@ def settings_of(ticket: Ticket, own: SplitSettings, given: Collection[str]) -> S
 
     Raises UserError where one of the settings that were `given` here is another one.
     """
-    table = {name: value for name, value in ticket.settings.items() if name != MACHINES}
+    table = {name: value for name, value in ticket.settings.items() if name != SIZE}
     told = from_table(SplitSettings, {"data": [*own.data], "out": Path(own.out), **table}, "the ticket")
     for name in SplitSettings.__dataclass_fields__.keys() & given:
         here, there = getattr(own, name), getattr(told, name)

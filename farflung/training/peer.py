@@ -77,6 +77,11 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
 
 def ticket_settings(ticket: Ticket) -> Settings:
     """The settings that a ticket says. Raises UserError."""
+    if ticket.size:
+        raise UserError(
+            f"the ticket leads to a {ticket.name} of {ticket.size} machines, which is no run; take part with: "
+            f"farflung {ticket.name} --join TICKET"
+        )
     try:
         settings = Settings.of(**ticket.settings).changed(network="folder" if ticket.folder else "internet", replicas=1)
         check_folder(settings)
@@ -343,7 +348,8 @@ def examined(path: Path, local: ListenAddress) -> Iterator[Finding]:
         ticket = ticket_in(path)
         places = counted(len(ticket.addresses), "address")
         yield Finding(True, f"{path} is a ticket to {ticket.name}, with {places}")
-        ticket_settings(ticket)
+        if not ticket.size:
+            ticket_settings(ticket)
         with looking_on(ticket, local) as network:
             yield Finding(True, "the run's peers accept the ticket; clocks and versions agree with theirs")
             yield from parts_for(ticket).examine(network.peers)

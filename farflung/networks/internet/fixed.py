@@ -12,6 +12,7 @@ from farflung.networks.base import Group
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
+from farflung.networks.internet.examination import answer_probes
 from farflung.networks.internet.exchanges import Exchanges
 from farflung.networks.internet.transport import PacketTransport, stall_of
 from farflung.networks.peers.addresses import peers_at
@@ -55,6 +56,7 @@ class FixedGroup(Exchanges):
         self._first = next(iter(peers_at(peers.ticket.addresses)), None)
         self._heard: tuple[float, Group] = (0.0, (self.rank,))
         """When the first peer has answered last, and who had come."""
+        answer_probes(peers)
         if self._first is None:
             peers.handlers[SEAT] = self._on_seat
         peers.start(START_SECONDS)

@@ -19,6 +19,8 @@ from farflung.networks.peers.addresses import leads_to
 from farflung.tables import to_toml
 
 LONGEST_NAME = 64
+SIZE = "machines"
+"""The setting that a ticket has to a group of so many peers."""
 
 
 class NobodyAnswersError(UserError):
@@ -52,6 +54,12 @@ class Ticket:
     def folder(self) -> str:
         """The URL of the folder through which its peers meet; "" where they have addresses of their own."""
         return next((address for address in self.addresses if is_folder(address)), "")
+
+    @property
+    def size(self) -> int | None:
+        """How many peers it is for, where these stay the same ones; None for a run, whose peers come and go."""
+        size = self.settings.get(SIZE)
+        return size if type(size) is int and size > 1 else None
 
     @property
     def settings_hash(self) -> str:
