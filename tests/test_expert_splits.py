@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,24 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
         (tmp_path / "new" / "file").write_text("theirs")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert (tmp_path / "new" / "file").read_text() == "theirs"
+
+
+def test_a_disk_that_fills_up_is_told_in_a_line(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fills_up(_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+
+    wanted = settings(tmp_path, rounds=1)
+    try:
+        with pytest.raises(
+            UserError, match=r"^cannot write to \S+: .*File too large.*; give another folder, or make room$"
+        ):
+            split(wanted, SimulatedNetwork.alone(), fills_up)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not wanted.out.exists()
+    assert not beside(wanted.out).exists()
 
 
 @pytest.mark.parametrize(
