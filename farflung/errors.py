@@ -6,6 +6,8 @@ import contextlib
 import difflib
 from collections.abc import Iterator, Sequence
 
+from safetensors import SafetensorError
+
 
 class UserError(ValueError):
     """A mistake in what the user asked for: one line that says what, where and what to do."""
@@ -20,8 +22,8 @@ def disk_errors(what: str, remedy: str) -> Iterator[None]:
     """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"cannot {what}: {error.strerror or error}; {remedy}") from error
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
+        raise UserError(f"cannot {what}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
 
 
 def counted(number: int, thing: str) -> str:

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from safetensors import SafetensorError
-
 from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.files import beside, write_text
@@ -140,10 +138,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(new, ignore_errors=True)  # left by one of this number that was killed, as in a container
             new.mkdir(parents=True)
-            try:
-                yield new
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
+            yield new
             try:
                 new.rename(folder)
             except OSError:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from farflung.errors import UserError, counted, disk_errors
 from farflung.files import event_files, holds_no_run, refuse_taken
 from farflung.formats import OWN_LOOP
@@ -102,14 +100,11 @@ def _ordinary(settings: Settings, workload: Workload, weights: dict[str, Any], a
 def _write(settings: Settings, workload: Workload, weights: dict[str, Any], target: Path, adapter: bool) -> None:
     beside = target.with_name(f"{target.name}.tmp")
     with disk_errors(f"write to {target}", "give another folder, or make room"):
-        try:
-            if adapter:
-                _of_language(workload, "--adapter").export_adapter(weights, beside)
-            else:
-                constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
-                workload.export(weights, beside, settings.run.seed, constrained_to)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        if adapter:
+            _of_language(workload, "--adapter").export_adapter(weights, beside)
+        else:
+            constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
+            workload.export(weights, beside, settings.run.seed, constrained_to)
         if target.exists():
             target.rmdir()
         beside.rename(target)
