@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterator, Sequence
-
-from safetensors import SafetensorError
 
 
 class UserError(ValueError):
@@ -22,8 +21,14 @@ def disk_errors(what: str, remedy: str) -> Iterator[None]:
     """Says in one line what the disk does not let us do inside, and the remedy. Raises UserError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
+    except _of_the_disk() as error:
         raise UserError(f"cannot {what}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
+
+
+def _of_the_disk() -> tuple[type[Exception], ...]:
+    """Errors where a disk is full; safetensors has one of its own, but farflung does not need safetensors."""
+    module = sys.modules.get("safetensors")
+    return (OSError, module.SafetensorError) if module else (OSError,)
 
 
 def counted(number: int, thing: str) -> str:

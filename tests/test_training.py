@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import signal
 import time
 from pathlib import Path
@@ -268,6 +269,18 @@ def test_an_export_loads_with_transformers(undisturbed: Path, tmp_path: Path) ->
         export(undisturbed, tmp_path / "model")
     with pytest.raises(UserError, match="holds no run"):
         export(tmp_path, tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_an_export_to_a_full_disk_is_told_in_a_line_and_leaves_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"^cannot write to \S+model: .*too large.*; give another folder, or make"):
+            export(undisturbed, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
