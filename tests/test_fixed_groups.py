@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from patience import patience, until
 
+from farflung.durations import duration
 from farflung.errors import UserError
 from farflung.networks import PeerLostError
 from farflung.networks.internet import (
@@ -154,6 +156,33 @@ def test_one_may_come_to_an_exchange_long_after_another(machines: Callable[[int]
     time.sleep(2)
     assert [*other.exchange(packet(5), one.members(), "late").wait(patience(60))] == [*one.members()]
     assert early.wait(patience(60))
+
+
+def test_whom_an_exchange_waits_for_is_told(
+    machines: Callable[[int], Machines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that answers, and sends nothing, may be slow, or hang."""
+    three = machines(3)
+    three.gather()
+    first, other, late = three.seats
+    monkeypatch.setattr(fixed, "TELL_SECONDS", 0.5)
+    awaiting = [seat.exchange(packet(5), seat.members(), "late") for seat in (first, other)]
+    gathered = len(three.told)
+    until(lambda: len(three.told) > gathered + 3)
+    limit = re.escape(duration(patience(60)))
+    assert all(
+        re.fullmatch(
+            rf"still waiting for machine-2 \(...\): .* s so far, at most {limit}; look there whether it still works",
+            line,
+        )
+        for line in three.told[gathered:]
+    )
+    late.exchange(packet(5), late.members(), "late").wait(patience(60))
+    for exchange in awaiting:
+        exchange.wait(patience(60))
+    told = [*three.told]
+    time.sleep(1.5)
+    assert three.told == told
 
 
 def test_who_has_everything_may_leave_at_once(machines: Callable[[int], Machines]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mixed_texts import LENGTH, PREFIX, make, settings
@@ -142,6 +143,11 @@ def test_scores_of_another_length_are_told_in_a_line(size: int, tmp_path: Path) 
     assert f"its scores have {size:,} bytes, and not 10" in lied_to(tmp_path, "a", packet_of(bytes(size)), "scores")
 
 
+def test_scores_that_no_model_gives_are_told_in_a_line(tmp_path: Path) -> None:
+    told = lied_to(tmp_path, "a", packet_of(np.array([-1, -2, 0, -3, 0.1], np.float16).tobytes()), "scores")
+    assert "its scores say that texts are more than certain" in told
+
+
 @pytest.mark.parametrize("score", [b"\x00\x7e", b"\x00\x7c", b"\x00\xfc"], ids=["nan", "inf", "-inf"])
 def test_scores_that_are_not_finite_are_told_in_a_line(score: bytes, tmp_path: Path) -> None:
     told = lied_to(tmp_path, "a", packet_of(bytes(8) + score), "scores")
@@ -204,10 +210,11 @@ def test_no_packet_is_larger_than_what_is_taken(tmp_path: Path) -> None:
 def test_a_ticket_tells_all_settings_but_what_is_each_machines_own(tmp_path: Path) -> None:
     wanted = settings(tmp_path, experts=5, lr=3e-5, max_tokens=50_000)
     ticket_to(wanted, 3).at((f"/ip4/127.0.0.1/tcp/5/p2p/{PEER}",)).write(tmp_path / "t")
-    own = settings(tmp_path, out="elsewhere", data=("other.txt",))
+    own = settings(tmp_path, out="elsewhere", data=("other.txt",), deadline=5.0)
     read = read_ticket(tmp_path / "t")
-    found = settings_of(read, own, {"data", "out", "join"})
+    found = settings_of(read, own, {"data", "out", "join", "deadline"})
     assert found.shared == wanted.shared and (found.out, found.data) == (own.out, ("other.txt",))
+    assert found.deadline == 5.0
     assert read.settings_hash == ticket_to(wanted, 3).settings_hash
 
 

@@ -22,7 +22,6 @@ from bench.lib.replica import all_ready, leave
 from bench.lib.sources import sources
 from bench.lib.store import Store
 from bench.lib.table import Part, Table
-from farflung.mixtures.routers import DEADLINE_S
 from farflung.mixtures.settings import SplitSettings
 from farflung.mixtures.split import split
 from farflung.networks import TorchNetwork
@@ -62,9 +61,9 @@ class Timed(TorchNetwork):
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
         """See Network; it is over when this returns."""
-        super().exchange(packet[:1], group, f"{key}, ready").wait(DEADLINE_S)
+        super().exchange(packet[:1], group, f"{key}, ready").wait(SplitSettings.deadline)
         what, before, began = "weights" if key.endswith("weights") else "scores", self.traffic.bytes_sent, self.now()
-        found = super().exchange(packet, group, key).wait(DEADLINE_S)
+        found = super().exchange(packet, group, key).wait(SplitSettings.deadline)
         self.seconds[what] += self.now() - began
         self.bytes[what] += self.traffic.bytes_sent - before
         return Finished(found, self.now())

@@ -94,7 +94,7 @@ def _meeting(options: SplitOptions, arguments: list[str]) -> tuple[SplitSettings
 @contextmanager
 def _together(settings: SplitSettings, ticket: Ticket, options: SplitOptions) -> Iterator[Network]:
     """This machine's seat among those that have the ticket, once all have come. Raises UserError."""
-    from farflung.mixtures.routers import DEADLINE_S, largest_packet
+    from farflung.mixtures.routers import largest_packet
     from farflung.mixtures.tickets import machines_of
     from farflung.training.onlooker import internet
     from farflung.training.terminal import say
@@ -106,7 +106,7 @@ def _together(settings: SplitSettings, ticket: Ticket, options: SplitOptions) ->
         identity = parts.Identity(Path(scratch) / "peer.key")
         peers = parts.Peers(ticket, identity, options.local, parts.newcomer_info(ticket), say, first)
         try:
-            network = parts.FixedGroup(peers, machines, largest, DEADLINE_S)
+            network = parts.FixedGroup(peers, machines, largest, settings.deadline)
         except NobodyAnswersError as error:
             raise UserError(
                 f"nobody answers where {options.join} leads: the split is over, or was begun anew with another ticket, "
@@ -116,7 +116,7 @@ def _together(settings: SplitSettings, ticket: Ticket, options: SplitOptions) ->
             if first:
                 hand_out(network.invitation(), options.invite)
                 say(f"on each other machine: farflung mixture split --data … --out … --join {options.invite}")
-            network.gather(DEADLINE_S, say)
+            network.gather(settings.deadline, say)
             yield network
         finally:
             network.close()

@@ -55,7 +55,10 @@ def scores_in(packet: Tensor, routers: int, sequences: int) -> NDArray[np.float1
     wanted = routers * sequences * SCORE.itemsize
     if packet.numel() != wanted:
         raise ValueError(f"its scores have {packet.numel():,} bytes, and not {wanted:,}")
-    return np.frombuffer(words_of(packet), dtype=SCORE).reshape(routers, sequences)
+    scores = np.frombuffer(words_of(packet), dtype=SCORE).reshape(routers, sequences)
+    if (scores[np.isfinite(scores)] > 0).any():
+        raise ValueError("its scores say that texts are more than certain")
+    return scores
 
 
 def weights_packet(routers: Mapping[int, Any]) -> Tensor:

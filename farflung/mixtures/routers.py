@@ -34,8 +34,6 @@ from farflung.workloads.tokenizers import Tokenizer
 
 AT_ONCE = 1 << 22
 """Logits that scoring computes at once."""
-DEADLINE_S = 3600.0
-"""Seconds to wait for the other machines' scores: they may be much slower."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class Routers:
         """What all machines tell under a name, by their ranks. Raises UserError."""
         try:
             key = f"routers-{self._attachment}-{name}"
-            return self._network.exchange(packet, self._members, key).wait(DEADLINE_S)
+            return self._network.exchange(packet, self._members, key).wait(self._settings.deadline)
         except PeerLostError as error:
             raise UserError(f"the split has lost a machine ({error}); start it again on all of them") from error
 

@@ -10,7 +10,7 @@ from typing import Any
 from farflung.errors import UserError
 from farflung.tables import rule_of, setting
 
-OWN = ("workload", "data", "out")
+OWN = ("workload", "data", "out", "deadline")
 """What each of several machines says for itself: paths are its own."""
 
 
@@ -48,6 +48,8 @@ class SplitSettings:
     """The routers' learning rate, which stays the same."""
     seed: int = setting(0, least=0)
     """Of the routers' first weights, and of the order of the sequences."""
+    deadline: float = setting(3600.0, above=0)
+    """Seconds that one of several machines waits for the others to come, or for what they send."""
 
     def __post_init__(self) -> None:
         """Raises UserError."""

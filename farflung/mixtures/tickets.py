@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from farflung.errors import UserError, counted
-from farflung.mixtures.settings import SplitSettings
+from farflung.mixtures.settings import OWN, SplitSettings
 from farflung.networks.peers.ticket import SIZE, Ticket
 from farflung.tables import from_table
 
@@ -35,7 +34,8 @@ def settings_of(ticket: Ticket, own: SplitSettings, given: Collection[str]) -> S
     Raises UserError where one of the settings that were `given` here is another one.
     """
     table = {name: value for name, value in ticket.settings.items() if name != SIZE}
-    told = from_table(SplitSettings, {"data": [*own.data], "out": Path(own.out), **table}, "the ticket")
+    own_table = {name: getattr(own, name) for name in OWN} | {"data": [*own.data]}
+    told = from_table(SplitSettings, {**table, **own_table}, "the ticket")
     for name in SplitSettings.__dataclass_fields__.keys() & given:
         here, there = getattr(own, name), getattr(told, name)
         if here != there:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from farflung.durations import duration
 from farflung.errors import UserError, counted
@@ -20,6 +22,9 @@ from farflung.networks.peers.frames import Frame, FrameError, entry, plain, read
 from farflung.networks.peers.identity import rank_of
 from farflung.networks.peers.member import LAST_RANK
 from farflung.networks.peers.ticket import Ticket
+from farflung.networks.transfer import Transfer
+
+T = TypeVar("T")
 
 SEAT = "seat"
 """The request for a seat."""
@@ -28,7 +33,7 @@ ASK_SECONDS, FREE_SECONDS = 1.0, 15.0
 START_SECONDS = 120.0
 """How long the first peer is called, and how long the others are, once all have come."""
 TELL_SECONDS = 300.0
-"""How often it is told how many are there, where nobody comes."""
+"""How often it is told how many are there, where nobody comes, and whom an exchange waits for."""
 
 
 class FixedGroup(Exchanges):
@@ -53,6 +58,7 @@ class FixedGroup(Exchanges):
         """When each of the others has asked the first peer for its seat."""
         self._group: Group = ()
         """All, once they have come."""
+        self._tell: Callable[[str], object] = peers.tell
         self._first = next(iter(peers_at(peers.ticket.addresses)), None)
         self._heard: tuple[float, Group] = (0.0, (self.rank,))
         """When the first peer has answered last, and who had come."""
@@ -69,6 +75,7 @@ class FixedGroup(Exchanges):
         """Waits until all are there, and can be called; tells how many are there. Raises UserError."""
         there, told = 0, 0.0
         began = self.now()
+        self._tell = tell
         self._heard = began, (self.rank,)
         while len(seated := self._seated()) < self._size:
             self.peers.check()
@@ -84,6 +91,27 @@ class FixedGroup(Exchanges):
         self._find_all()
         tell(f"all {self._size} machines are there")
         self.peers.tell = lambda _: None  # who is lost, exchanges tell; who has left at the end, nobody needs to know
+
+    def begin(self, group: Group, work: Callable[[Transfer[T]], Awaitable[T]]) -> Transfer[T]:
+        """Starts work in the peers' thread, and tells whom it waits for, if that is long."""
+
+        async def telling(transfer: Transfer[T]) -> T:
+            teller = asyncio.create_task(self._tell_of(transfer))
+            try:
+                return await work(transfer)
+            finally:
+                teller.cancel()
+
+        return super().begin(group, telling)
+
+    async def _tell_of(self, transfer: Transfer[Any]) -> None:
+        """Nobody else can say whether a machine that answers is slow, or hangs."""
+        began = self.now()
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            names = ", ".join(map(self.address, transfer.late()))
+            limits = f"{duration(self.now() - began)} so far, at most {duration(self._deadline)}"
+            self._tell(f"still waiting for {names}: {limits}; look there whether it still works")
 
     def close(self) -> None:
         """Leaves, once the others have what was sent."""

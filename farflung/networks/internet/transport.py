@@ -195,7 +195,7 @@ class PacketTransport:
         except (RequestRefusedError, FrameError) as error:
             lost = PacketLostError(str(error))
         except UNREACHABLE as error:
-            lost = PacketLostError(str(error) or "the connection broke", gone=True)
+            lost = PacketLostError(_fault(error), gone=True)
         except Exception as error:  # who waits must hear of it, whatever it is
             lost = PacketLostError(f"it could not be sent: {error}")
         else:
@@ -261,7 +261,7 @@ class PacketTransport:
             await self._receive(stream, frame, packet)
         except BaseException as error:
             if not packet.done():
-                packet.set_exception(PacketLostError(str(error) or "the connection broke"))
+                packet.set_exception(PacketLostError(_fault(error)))
                 packet.exception()  # who waits for it may have gone
             raise
 
@@ -373,6 +373,11 @@ def stripe(content: memoryview, number: int) -> memoryview:
     """The part of a packet that travels on one stream."""
     count, size = stripes(len(content)), len(content)
     return content[number * size // count : (number + 1) * size // count]
+
+
+def _fault(error: BaseException) -> str:
+    """What broke a transfer off; of a connection that ended, asyncio tells the bytes that it had wanted."""
+    return "the connection broke" if isinstance(error, EOFError) else str(error) or "the connection broke"
 
 
 def _text(header: Frame) -> bytes:
