@@ -16,7 +16,7 @@ from farflung.adamw import PrimalAveraging as PrimalAveraging
 from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
-from farflung.hooks.wholes import Wholes
+from farflung.hooks.wholes import Wholes, portions
 
 Scale = Literal["rms", "fans"]
 """What the size of Muon's steps follows from."""
@@ -25,7 +25,7 @@ MEAN_STEP = "mean_step"
 """What the last round's mean step, divided by the learning rate, is called in an optimizer's state."""
 
 TOGETHER = 1 << 22
-"""The most values of matrices that Muon orthogonalises at once; of larger ones it takes one after the other."""
+"""The most values of matrices that Muon works on at once; of larger ones it takes one after the other."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,26 @@ class Muon(torch.optim.Optimizer):
         everything = {name: parameter for _, named in groups for name, parameter in named.items()}
         if self.wholes is None and any(map(is_sharded, everything.values())):
             self.wholes = Wholes(FullySharded(everything), everything)
-        updates: dict[str, torch.Tensor] = {}
-        for group, named in groups:
-            updates |= self._means(group, named)
-        if self.wholes:
-            self.wholes(updates, orthogonal)
-        else:
-            updates = dict(zip(updates, orthogonal(list(updates.values())), strict=True))
-        for group, named in groups:
-            self._move(group, named, updates)
+        like = next((own_of(p.grad) for p in everything.values() if p.grad is not None), torch.zeros(0))
+        for names in self._portions(everything):
+            some = [(group, {name: named[name] for name in names if name in named}) for group, named in groups]
+            updates: dict[str, torch.Tensor] = {}
+            for group, named in some:
+                updates |= self._means(group, named)
+            if self.wholes:
+                self.wholes(names, updates, like, orthogonal)
+            else:
+                updates = dict(zip(updates, orthogonal(list(updates.values())), strict=True))
+            for group, named in some:
+                self._move(group, named, updates)
         return loss
+
+    def _portions(self, everything: Mapping[str, nn.Parameter]) -> list[list[str]]:
+        """The names of matrices that are worked on together: what that takes besides is then little."""
+        if self.wholes:
+            return self.wholes.portions(TOGETHER)
+        alike = sorted(everything, key=lambda name: sorted(everything[name].shape))
+        return portions({name: everything[name].numel() for name in alike}, TOGETHER)
 
     def _means(self, group: dict[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """The gradients' means, as Nesterov's momentum looks ahead if it does, of this process's rows."""
@@ -236,12 +246,10 @@ def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for number, matrix in enumerate(matrices):
         alike.setdefault((*sorted(matrix.shape), matrix.dtype, matrix.device), []).append(number)
     found = list(matrices)
-    for (rows, columns, *_), numbers in alike.items():
-        most = max(1, TOGETHER // (rows * columns))
-        for some in (numbers[begin : begin + most] for begin in range(0, len(numbers), most)):
-            wide = [matrices[n] if matrices[n].shape[0] == rows else matrices[n].T for n in some]
-            for number, done in zip(some, newton_schulz(torch.stack(wide)).to(wide[0].dtype), strict=True):
-                found[number] = done if matrices[number].shape[0] == rows else done.T
+    for (rows, *_), numbers in alike.items():
+        wide = [matrices[n] if matrices[n].shape[0] == rows else matrices[n].T for n in numbers]
+        for number, done in zip(numbers, newton_schulz(torch.stack(wide)).to(wide[0].dtype), strict=True):
+            found[number] = done if matrices[number].shape[0] == rows else done.T
     return found
 
 

@@ -60,6 +60,7 @@ class SlowStep:
         cost = self.costs[number]
         spans = [("WF", "F", cost.weight_bytes), ("WB", "B", cost.weight_bytes), ("MI", "MO", cost.moment_bytes)]
         spans.append(("B", "G" if self.on_host(number) else "U", cost.gradient_bytes))
+        spans.append(("U", "U", cost.step_bytes))
         return sum(
             nbytes
             for begin, end, nbytes in spans

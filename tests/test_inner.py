@@ -19,8 +19,10 @@ from torch import nn
 
 from farflung import inner
 from farflung.errors import UserError
+from farflung.hooks.wholes import portions
 from farflung.inner import MULOCO, MUON, SIGN, Muon, MuonAdamW, names_of
 from farflung.memory.far import far_homes, near_home
+from farflung.memory.measure import Held
 from farflung.settings import Settings
 from farflung.training import launch
 from farflung.training.learning_rate import lr_scale
@@ -152,6 +154,29 @@ def test_matrices_of_many_shapes_step_as_each_does_alone(monkeypatch: pytest.Mon
     for one, other in zip(together, alone, strict=True):
         assert (one - 1).abs().min() > 0
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_muons_step_holds_little_beside_weights_gradients_and_momenta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 matrices, what a few of them need: it was a copy of all, and another one of their steps."""
+    monkeypatch.setattr(inner, "TOGETHER", 2048)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in 16 * [(32, 32), (8, 64), (64, 16)]]
+    optimizer = Muon(weights)
+    for _ in range(2):  # the first step makes momenta
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        with Held() as held:
+            optimizer.step()
+    assert held.most < 8 * 4 * 2048 < sum(weight.nbytes for weight in weights)
+
+
+@given(sizes=st.lists(st.integers(0, 20)), most=st.integers(1, 30))
+def test_portions_are_of_neighbours_and_no_smaller_than_they_must_be(sizes: list[int], most: int) -> None:
+    cut = portions({str(number): size for number, size in enumerate(sizes)}, most)
+    assert [name for portion in cut for name in portion] == [str(number) for number in range(len(sizes))]
+    sums = [sum(sizes[int(name)] for name in portion) for portion in cut]
+    assert all(total <= most or len(portion) == 1 for total, portion in zip(sums, cut, strict=True))
+    following = [sizes[int(portion[0])] for portion in cut[1:]]
+    assert all(total + size > most for total, size in zip(sums, following, strict=False))
 
 
 def test_muon_goes_as_torchs_does_within_the_rounding_of_bfloat16() -> None:

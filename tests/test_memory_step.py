@@ -28,6 +28,7 @@ def random_cost(draw: random.Random) -> LayerCost:
         moment_bytes=2 * draw.randint(1, 20),
         near_step_s=draw.randint(1, 3),
         far_step_s=draw.randint(1, 20),
+        step_bytes=2 * draw.randint(0, 20),
     )
 
 

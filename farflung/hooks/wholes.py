@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 
-import torch
 from torch import Tensor
 
 from farflung.cells import Cell, Piece, dealt
@@ -25,33 +26,49 @@ class Wholes:
         self._worker = dealt([Cell((Piece(name, 0, s),)) for name, s in self.shapes.items()], layout.processes)
         self._own = [name for name, process in self._worker.items() if process == layout.process]
 
-    def __call__(self, rows: Mapping[str, Tensor], work: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        """Replaces a process's own rows by what `work` makes of whole matrices: others of the same shapes.
+    def portions(self, most: int) -> list[list[str]]:
+        """All names, in portions in which each process has at most `most` values to work on, or one matrix."""
+        sizes: list[dict[str, int]] = [{} for _ in range(self._layout.processes)]
+        for name, process in self._worker.items():
+            sizes[process][name] = math.prod(self.shapes[name])
+        each = zip_longest(*(portions(of_one, most) for of_one in sizes), fillvalue=[])
+        return [[*chain(*together)] for together in each]
 
-        `rows` are of one dtype and device. Where all of a matrix's processes leave its rows out, they count as zeros.
-        Raises PeerLostError.
+    def __call__(
+        self,
+        names: Collection[str],
+        rows: Mapping[str, Tensor],
+        like: Tensor,
+        work: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Replaces a process's own rows of some matrices by what `work` makes of them whole: others of their shapes.
+
+        `rows` have the dtype of `like`, and lie where it does. Where all of a matrix's processes leave its rows out,
+        they count as zeros. Raises PeerLostError.
         """
-        like = next(iter(rows.values()), torch.zeros(0))
-        wholes = [like.new_zeros(self.shapes[name]) for name in self._own]
-        here = [self._rows_here(rows, process, like) for process in range(self._layout.processes)]
-        self._layout.swap(here, self._cut(wholes), like)
+        own = [name for name in self._own if name in names]
+        wholes = [like.new_zeros(self.shapes[name]) for name in own]
+        here = [self._rows_here(names, rows, process, like) for process in range(self._layout.processes)]
+        self._layout.swap(here, self._cut(own, wholes), like)
         done = [whole.to(like).contiguous() for whole in work(wholes)]
-        self._layout.swap(self._cut(done), here, like)
+        self._layout.swap(self._cut(own, done), here, like)
 
-    def _rows_here(self, rows: Mapping[str, Tensor], process: int, like: Tensor) -> list[Tensor]:
+    def _rows_here(
+        self, names: Collection[str], rows: Mapping[str, Tensor], process: int, like: Tensor
+    ) -> list[Tensor]:
         """This process's rows of the matrices that another one works on."""
         found = []
-        for name in (name for name, worker in self._worker.items() if worker == process):
+        for name in (name for name, worker in self._worker.items() if worker == process and name in names):
             begin, end = self._span(name, self._layout.process)
             if begin < end:
                 found.append(rows[name] if name in rows else like.new_zeros(end - begin, *self.shapes[name][1:]))
         return found
 
-    def _cut(self, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _cut(self, own: Sequence[str], wholes: Sequence[Tensor]) -> list[list[Tensor]]:
         """Each process's rows of the matrices that this one works on."""
         cut = []
         for process in range(self._layout.processes):
-            spans = [self._span(name, process) for name in self._own]
+            spans = [self._span(name, process) for name in own]
             cut.append([whole[begin:end] for whole, (begin, end) in zip(wholes, spans, strict=True) if begin < end])
         return cut
 
@@ -63,3 +80,16 @@ class Wholes:
         each = -(-count // len(holders))
         begin = each * holders.index(process)
         return min(begin, count), min(begin + each, count)
+
+
+def portions(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names in their order, cut where the sizes of a portion, if these are several, would be more than `most`."""
+    cut: list[list[str]] = []
+    left = 0
+    for name, size in sizes.items():
+        if not cut or size > left:
+            cut.append([])
+            left = most
+        cut[-1].append(name)
+        left -= size
+    return cut

@@ -57,6 +57,7 @@ class LayerCost:
         input_bytes: its input alone, from which it can be computed again.
         weight_bytes, gradient_bytes, moment_bytes: of its parameters.
         near_step_s, far_step_s: the optimizer's step of its parameters on the device, and on the host.
+        step_bytes: what that step holds meanwhile, beside what the device holds at all times.
     """
 
     forward_s: float
@@ -68,6 +69,7 @@ class LayerCost:
     moment_bytes: int
     near_step_s: float
     far_step_s: float
+    step_bytes: int = 0
 
 
 NOTHING = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)

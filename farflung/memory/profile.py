@@ -76,6 +76,13 @@ class Model:
         own = {id(rows.get(parameter, parameter)) for parameter in layer.parameters()}
         return {name: p for name, p in self.whole.named_parameters() if id(p) in own}
 
+    def together(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Tensors like those of a layer's trained parameters, by name, of which this process has rows: all of each."""
+        rows = self.sharded.rows if self.sharded else {}
+        names = {id(parameter): name for name, parameter in self.named(layer).items()}
+        own = [(names.get(id(rows.get(whole))), whole) for whole in layer.parameters()]
+        return {name: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for name, p in own if name}
+
 
 @dataclass
 class Seen:
@@ -102,6 +109,7 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
         working = 2 * outside + max(one.working for one in measured.values())
         first, last = _ends(model, seen, working)
     costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
+    first, *costs = (replace(cost, step_bytes=max(cost.step_bytes - working, 0)) for cost in (first, *costs))
     out_s, in_s = _speeds(copies, model.device)
     if model.device.type == "cpu":  # whose far state comes from files, and goes there
         costs = [through_files(cost, out_s, in_s) for cost in costs]
@@ -216,6 +224,8 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     if model.compiled:
         modes.undo([layer])
     state = _state(model, model.named(layer))
+    # Muon brings matrices together of which processes have rows.
+    state["step_bytes"] += _stepping(model.make, model.together(layer), model.device)[2]
     weights, whole = bytes_of(own_of(p) for p in layer.parameters()), whole_bytes(layer)
     if whole and passes > 1:  # gradients are summed up before they are shared out
         state["gradient_bytes"] = whole
@@ -246,7 +256,7 @@ def _state(model: Model, named: Mapping[str, nn.Parameter], most: int | None = N
     """
     whole = {name: own_of(parameter).detach() for name, parameter in named.items()}
     rows = {name: own[: max(1, most // own[0].numel())] if most and own.dim() else own for name, own in whole.items()}
-    near_s, moments = _stepping(model.make, rows, model.device)
+    near_s, moments, held = _stepping(model.make, rows, model.device)
     far_s = near_s if model.device.type == "cpu" else _stepping(model.make, rows, torch.device("cpu"))[0]
     gradients = bytes_of(whole.values())
     share = max(bytes_of(rows.values()), 1) / max(gradients, 1)
@@ -255,23 +265,27 @@ def _state(model: Model, named: Mapping[str, nn.Parameter], most: int | None = N
         "moment_bytes": round(moments / share),
         "near_step_s": near_s / share,
         "far_step_s": far_s / share,
+        "step_bytes": round(held / share),
     }
 
 
-def _stepping(make: Make, rows: Mapping[str, Tensor], device: torch.device) -> tuple[float, int]:
-    """The least seconds of a step of copies of tensors on a device, and the bytes of their moments."""
+def _stepping(make: Make, rows: Mapping[str, Tensor], device: torch.device) -> tuple[float, int, int]:
+    """The least seconds of a step of copies of tensors on a device, and bytes: of their moments, and held besides."""
     copies = [(name, nn.Parameter(own.to(device, copy=True))) for name, own in rows.items()]
     if not copies:
-        return 0.0, 0
+        return 0.0, 0, 0
     optimizer, times = make(copies), []
     for _, parameter in copies:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # which makes its moments
+    with Held() as held:
+        optimizer.step()
     for _ in range(TIMES):
         began = _now(device)
         optimizer.step()
         times.append(_now(device) - began)
-    return min(times), bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
+    moments = bytes_of(tensors_in([optimizer.state[parameter] for _, parameter in copies]))
+    return min(times), moments, held.most
 
 
 @dataclass

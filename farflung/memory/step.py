@@ -182,7 +182,8 @@ class _Building:
                 if layer.state != ("moments-far" if far else "near"):
                     continue
                 seconds = self._part * cost.near_step_s
-                task = _Task(COMPUTE, seconds, frees=cost.gradient_bytes * (not self._accumulates(layer)))
+                gradient = cost.gradient_bytes * (not self._accumulates(layer))
+                task = _Task(COMPUTE, seconds, allocates=cost.step_bytes, frees=cost.step_bytes + gradient)
                 self.compute.append(task)
                 if far:
                     nbytes = cost.moment_bytes
@@ -200,7 +201,7 @@ class _Building:
         for number, left in zip(reversed(numbers), leaving, strict=True):
             cost, layer = self._chain[number]
             first = (0, self._sign * number)
-            near = (not beside) * (cost.gradient_bytes + cost.moment_bytes)
+            near = (not beside) * (cost.gradient_bytes + cost.moment_bytes + cost.step_bytes)
             seconds = self._part * cost.far_step_s
             task = _Task(HOST, seconds, allocates=near, frees=near, first=first).after([known or left])
             if layer.state == "optimizer-far":
