@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 from mixed_texts import LENGTH, PREFIX, make
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from farflung.errors import UserError
 from farflung.mixtures.folder import Mixture
@@ -116,3 +124,34 @@ def test_texts_go_on_as_the_mixtures_own_settings_say(mixture: Mixture, tmp_path
     found = model.generate(tokens, mask)
     assert found.shape == (len(TEXTS), tokens.shape[1] + 3)
     assert torch.equal(found, model.generate(tokens, mask, max_new_tokens=3, min_new_tokens=3, pad_token_id=0))
+
+
+def test_single_settings_are_no_reason_for_a_warning(
+    mixture: Mixture, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers will no longer take them beside a whole table of settings."""
+    model = together(mixture, tmp_path / "out", llama(tmp_path / "0"), llama(tmp_path / "1"))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokens, mask = padded()
+    before = model.generation_config.to_dict()
+    found = model.generate(tokens, mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert found.shape[1] <= tokens.shape[1] + 3 and model.generation_config.to_dict() == before
+    assert "deprecated" not in caplog.text
+
+
+def test_what_ends_early_is_filled_up_as_the_settings_say(mixture: Mixture, tmp_path: Path) -> None:
+    model = together(mixture, tmp_path / "out", llama(tmp_path / "0"), llama(tmp_path / "1"))
+    tokens, mask = (both[:2] for both in padded())  # one for each expert, of which one ends at once
+    free = model.generate(tokens, mask, max_new_tokens=8, do_sample=False)[:, tokens.shape[1] :]
+    row = int(model.route(tokens, mask).argmax())
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": int(free[row, 0]), "pad_token_id": 7}
+    found = model.generate(tokens, mask, generation_config=GenerationConfig(**how))
+    assert torch.equal(found, model.generate(tokens, mask, **how))
+    assert (found[row, tokens.shape[1] + 1 :] == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_no_text_is_told_in_a_line(shape: tuple[int, int], mixture: Mixture, tmp_path: Path) -> None:
+    model = together(mixture, tmp_path / "out", llama(tmp_path / "0"))
+    with pytest.raises(ValueError, match="goes on with a text, and is given none; give input_ids"):
+        model.generate(torch.zeros(shape, dtype=torch.int64), max_new_tokens=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,7 +101,7 @@ def evaluate(arguments: list[str]) -> None:
     options = parse(EvaluateOptions, arguments, "mixture evaluate", evaluate.__doc__)
     kind, found = _read(options.mixture)
     own = _own(kind, options)
-    with tempfile.TemporaryDirectory() as name, working("judging"):
+    with tempfile.TemporaryDirectory() as name, working("judging"), _named(found, options.dense, Path(name)):
         experts = _experts(kind, found, Path(name))
         dense = _exported(options.dense, Path(name) / "dense") if options.dense else None
         lines = [*kind.judged(found, experts, dense, **own)]
@@ -116,7 +118,7 @@ def export(arguments: list[str]) -> None:
     refuse_taken(options.folder, "give a folder that does not, or an empty one")
     with tempfile.TemporaryDirectory() as name, working("joining the experts"):
         experts = _experts(kind, found, Path(name))
-        with written_beside(options.folder) as folder:
+        with _named(found, None, Path(name)), written_beside(options.folder) as folder:
             kind.join(found, experts, folder)
     held = f"{len(experts)} of {found.experts} experts, and what routes between them"
     print(f"farflung: {options.folder} holds {held}; {kind.exported}")
@@ -149,6 +151,17 @@ def _experts(kind: Kind, found: Split, folder: Path) -> dict[int, Path]:
         missing = f"expert {number} is missing: there is no {runs[number]}; its {kind.noun}s go to the next best"
         print(f"farflung: {missing}", file=sys.stderr)
     return {number: _exported(run, folder / str(number)) for number, run in there.items()}
+
+
+@contextmanager
+def _named(found: Split, dense: Path | None, folder: Path) -> Iterator[None]:
+    """Lets errors name the runs, and not the folder that they were exported into, which is gone when one reads them."""
+    runs = {str(number): found.run(number) for number in range(found.experts)} | {"dense": dense}
+    try:
+        yield
+    except UserError as error:
+        told = re.sub(rf"{re.escape(str(folder))}/(\w+)", lambda one: str(runs[one[1]]), str(error))
+        raise UserError(told) from error
 
 
 def _exported(run: Path, folder: Path) -> Path:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin
 
 from farflung import formats
 from farflung.errors import UserError, disk_errors
 from farflung.files import beside, write_text
+from farflung.tables import hints_of
 from farflung.workloads import tokenizers
 from farflung.workloads.tokenizers import Tokenizer
 
@@ -56,15 +57,21 @@ class Split:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """That in a folder. Raises UserError where there is none, or it is damaged or of another format."""
-        table = _table(folder)
+        table, hints = _table(folder), hints_of(cls)
+        told = {one.name: table[one.name] for one in fields(cls) if one.name in table}
+        if strange := [name for name, value in told.items() if not _is_of(hints[name], value)]:
+            raise damaged(folder, f"its {strange[0]} is {told[strange[0]]!r}")
         try:
-            found = cls(folder=folder, **{one.name: table[one.name] for one in fields(cls) if one.name in table})
-            parts = len(found.dealt), len(found.held_out)
+            found = cls(folder=folder, **told)
         except TypeError as error:
-            raise _damaged(folder, error) from error
-        if parts != (found.experts, found.experts):
-            raise _damaged(folder, f"it says experts {found.experts!r}, and what {min(parts)} have")
+            raise damaged(folder, error) from error
+        if not found.agrees():
+            raise damaged(folder, f"what it says of {found.experts} experts does not agree with itself")
         return found
+
+    def agrees(self) -> bool:
+        """Whether what it says can be of one split."""
+        return 0 < self.experts == len(self.dealt) == len(self.held_out) and min(self.held_out) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,11 @@ class Mixture(Split):
     """The sources."""
     rounds: list[dict[str, Any]]
     """How the routers have dealt sequences, round by round; see RouterRound."""
+
+    def agrees(self) -> bool:
+        """See Split."""
+        of_all_sources = all(len(row) == len(self.data) for row in self.dealt)
+        return super().agrees() and of_all_sources and 0 < self.prefix <= self.sequence_length
 
     def router(self, expert: int) -> Path:
         """The folder of an expert's router."""
@@ -119,12 +131,23 @@ def _table(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise _damaged(folder, error) from error
+        raise damaged(folder, error) from error
     return table
 
 
-def _damaged(folder: Path, error: Exception | str) -> UserError:
+def damaged(folder: Path, error: Exception | str) -> UserError:
+    """Says what is wrong with the manifest in a folder, and what to do."""
     return UserError(f"{folder / MANIFEST} is damaged ({error}); split the data again")
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Whether what JSON holds is of a type; a float may be whole."""
+    inner = get_args(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_of(inner[0], one) for one in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_is_of(inner[1], one) for one in value.values())
+    return hint is Any or type(value) in (inner or (hint,)) or (float in (inner or (hint,)) and type(value) is int)
 
 
 @contextmanager

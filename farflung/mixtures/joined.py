@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from farflung.errors import UserError
@@ -22,6 +23,10 @@ from farflung.workloads.tokenizers import FILES, Pretrained, Tokenizer
 
 BATCH = 16
 """Sequences that a model is judged by at once."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+"""What libraries raise where a folder holds no model, or a damaged one."""
+COPY_AGAIN = "copy the mixture's folder again from where it was split, or split the text again"
+"""What helps where a part of it is missing."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ def evaluate(mixture: Mixture, experts: Mapping[int, Path], dense: Path | None, 
         dense: an exported model to judge by all of them, too.
         prefix: tokens that the routers read; None for as many as they have learnt to.
 
-    Raises UserError: there is no expert; a model has other tokens, or reads too few; the routers' prefix is too long.
+    Raises UserError: there is no expert; a model is damaged, has other tokens, or reads too few; the routers' prefix is
+    too long; a part of the mixture is missing.
     """
     _refuse_none(mixture, experts)
     if prefix and prefix > mixture.prefix:
@@ -66,22 +72,23 @@ def evaluate(mixture: Mixture, experts: Mapping[int, Path], dense: Path | None, 
     found, total = [], 0.0
     for number, folder in sorted(experts.items()):
         here = chosen == number
-        loss = _loss(folder, sequences[torch.from_numpy(here)], tokenizer)
+        loss = _loss(mixture, folder, sequences[torch.from_numpy(here)], tokenizer)
         total += (loss or 0.0) * here.sum()
         found.append(ExpertScore(number, int(here.sum()), int((here & (best != number)).sum()), loss))
-    return MixtureScore(found, total / len(sequences), _loss(dense, sequences, tokenizer) if dense else None)
+    of_dense = _loss(mixture, dense, sequences, tokenizer) if dense else None
+    return MixtureScore(found, total / len(sequences), of_dense)
 
 
 def join(mixture: Mixture, experts: Mapping[int, Path], target: Path) -> None:
     """Writes one folder with the experts that there are, their routers, the tokenizer and the code of their model.
 
-    Raises UserError: there is no expert; one has other tokens.
+    Raises UserError: there is no expert; one is damaged, has other tokens, or reads too few; a router is missing.
     """
     _refuse_none(mixture, experts)
     tokenizer, numbers = mixture.read_tokenizer(), sorted(experts)
     with models.without_remarks():
-        parts = [_expert(experts[number], tokenizer) for number in numbers]
-        routers = [_model(mixture.router(number)) for number in numbers]
+        parts = [_expert(mixture, experts[number], tokenizer) for number in numbers]
+        routers = [_router(mixture, number) for number in numbers]
         first = parts[0].config
         config = MixtureConfig(
             [_table_of(part) for part in parts],
@@ -121,7 +128,7 @@ def route(mixture: Mixture, text: str) -> NDArray[np.float32]:
 
 def example(mixture: Mixture, expert: int) -> str:
     """The first sequence that an expert is trained on, as text."""
-    tokens = store.read(mixture.store(expert)).training[: mixture.sequence_length]
+    tokens = _store(mixture, expert).training[: mixture.sequence_length]
     return mixture.read_tokenizer().decode(tokens.tolist())
 
 
@@ -135,12 +142,24 @@ def _refuse_none(mixture: Mixture, experts: Mapping[int, Path]) -> None:
 
 def _held_out(mixture: Mixture) -> Tensor:
     """(n, length) int64: those of all experts, one after the other."""
-    parts = [store.read(mixture.store(number)).held_out for number in range(mixture.experts)]
+    parts = [_store(mixture, number).held_out for number in range(mixture.experts)]
     return Rows(parts, mixture.sequence_length).spread(sum(mixture.held_out))
 
 
+def _store(mixture: Mixture, expert: int) -> store.Store:
+    """An expert's text. Raises UserError where it is missing, damaged, or of another split."""
+    folder = mixture.store(expert)
+    if not store.is_store(folder):
+        raise UserError(f"{folder} is missing, or half of it; {COPY_AGAIN}")
+    found = store.read(folder)
+    told = sum(mixture.dealt[expert]), mixture.held_out[expert]
+    if (len(found.training), len(found.held_out)) != tuple(count * mixture.sequence_length for count in told):
+        raise UserError(f"{folder} has another number of sequences than the mixture says; {COPY_AGAIN}")
+    return found
+
+
 def _router_scores(mixture: Mixture, prefixes: Tensor, start: int) -> NDArray[np.float32]:
-    each = [mean_scores(_model(mixture.router(one)), prefixes, start) for one in range(mixture.experts)]
+    each = [mean_scores(_router(mixture, one), prefixes, start) for one in range(mixture.experts)]
     return np.stack(each, axis=1)
 
 
@@ -153,21 +172,16 @@ def _next_best(scores: NDArray[np.float32], there: list[int]) -> NDArray[np.int6
 
 
 @torch.no_grad()
-def _loss(folder: Path, sequences: Tensor, tokenizer: Tokenizer) -> float | None:
+def _loss(mixture: Mixture, folder: Path, sequences: Tensor, tokenizer: Tokenizer) -> float | None:
     if not len(sequences):
         return None
-    model, length = _expert(folder, tokenizer), sequences.shape[1]
-    if (longest := getattr(model.config, "max_position_embeddings", None) or length) < length:
-        raise UserError(
-            f"{folder} reads at most {longest} tokens, and the mixture's sequences have {length}; train it with "
-            f"--sequence-length {length}"
-        )
+    model = _expert(mixture, folder, tokenizer)
     sums = [float(models.sequence_loss(model, batch)) * len(batch) for batch in sequences.split(BATCH)]
     return sum(sums) / len(sequences)
 
 
-def _expert(folder: Path, tokenizer: Tokenizer) -> Any:
-    """A model in evaluation mode. Raises UserError for one of other tokens, or of no text."""
+def _expert(mixture: Mixture, folder: Path, tokenizer: Tokenizer) -> Any:
+    """A model in evaluation mode. Raises UserError for one of other tokens, of too few at once, or of no text."""
     if not any((folder / name).exists() for name in FILES):
         raise UserError(
             f"{folder} holds no model of text, as it has no tokenizer; train that expert on its own part of the mixture"
@@ -177,11 +191,34 @@ def _expert(folder: Path, tokenizer: Tokenizer) -> Any:
             f"{folder} has other tokens than the mixture, whose text was split with another tokenizer; train that "
             "expert on its own part of the mixture"
         )
-    return _model(folder)
+    model, length = _model(folder, "export that run again, or train it again"), mixture.sequence_length
+    if (longest := getattr(model.config, "max_position_embeddings", None) or length) < length:
+        raise UserError(
+            f"{folder} reads at most {longest} tokens, and the mixture's sequences have {length}; train it with "
+            f"--sequence-length {length}"
+        )
+    return model
 
 
-def _model(folder: Path) -> Any:
+def _router(mixture: Mixture, expert: int) -> Any:
+    """An expert's router, in evaluation mode. Raises UserError where it is missing, or damaged."""
+    folder = mixture.router(expert)
+    router = _model(folder, COPY_AGAIN)
+    if not all(weights.isfinite().all() for weights in router.parameters()):
+        raise UserError(f"{folder} has weights that are no finite numbers; {COPY_AGAIN}")
+    return router
+
+
+def _model(folder: Path, remedy: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with models.without_remarks():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    how = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    try:
+        with models.without_remarks():
+            model, told = AutoModelForCausalLM.from_pretrained(folder, **how)
+    except UNREADABLE as error:
+        why = f"{error}".partition("\n")[0].rstrip(".")
+        raise UserError(f"{folder} holds no model of text that can be read ({why}); {remedy}") from error
+    if told["missing_keys"]:  # they would be random numbers
+        raise UserError(f"{folder} lacks weights, such as {min(told['missing_keys'])}; {remedy}")
+    return model.eval()

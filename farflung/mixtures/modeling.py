@@ -5,6 +5,7 @@ This file lies in each folder that farflung exports a mixture to; `trust_remote_
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -134,10 +135,12 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         given is as in the mixture's own `generation_config`.
         """
         texts = more.pop("input_ids", None) if inputs is None else inputs
-        if texts is None:
+        if texts is None or not texts.numel():
             raise ValueError("a mixture goes on with a text, and is given none; give input_ids")
         mask = torch.ones_like(texts) if attention_mask is None else attention_mask
-        more.setdefault("generation_config", self.generation_config)
+        # What is given becomes a part of the settings: transformers no longer wants settings and single ones together.
+        settings = copy.deepcopy(more.pop("generation_config", None) or self.generation_config)
+        more = {**settings.update(**more), "generation_config": settings}
         made = [
             (rows, expert.generate(texts[rows], attention_mask=mask[rows], **more))
             for expert, rows in self._groups(texts, mask)
@@ -146,8 +149,8 @@ class MixtureForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             return made[0][1]
         if not all(isinstance(tokens, Tensor) for _, tokens in made):
             raise ValueError("texts of several experts have no common output but tokens; give one text at a time")
-        padding = more.get("pad_token_id")
-        return self._in_order(made, len(texts), self.config.start if padding is None else padding)
+        padding = self.config.start if settings.pad_token_id is None else settings.pad_token_id
+        return self._in_order(made, len(texts), padding)
 
     def _in_order(self, made: list[tuple[Tensor, Tensor]], count: int, padding: int) -> Tensor:
         each = len(made[0][1]) // len(made[0][0])

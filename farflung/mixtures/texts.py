@@ -62,8 +62,10 @@ class TextKind:
             yield from (f"expert {number}: {-score:.3f} nats a token" for number, score in enumerate(scores))
             yield f"farflung: expert {scores.argmax()} continues this text"
             return
-        for one in mixture.rounds:
-            yield _round(routers.RouterRound(**one))
+        try:
+            yield from [_round(routers.RouterRound(**one)) for one in mixture.rounds]
+        except (TypeError, ValueError) as error:
+            raise folders.damaged(mixture.folder, error) from error
         yield from self.dealt(mixture)
         for number in range(mixture.experts):
             yield f"expert {number}: {joined.example(mixture, number)[:EXAMPLE]!r}"

@@ -28,6 +28,10 @@ class PictureSplit(Split):
     hits: dict[str, float] = field(default_factory=dict)
     """By the share of noise in the pictures held out, the share of them whose part the router knows."""
 
+    def agrees(self) -> bool:
+        """See Split; classes that no picture is of may have no count."""
+        return super().agrees() and all(len(row) <= len(self.classes) for row in self.dealt)
+
     @property
     def router(self) -> Path:
         """The router's folder."""
