@@ -178,3 +178,8 @@ def test_the_commands_name_the_run_that_is_wrong_and_write_nothing(mixture: Mixt
         found = farflung("mixture", *action)
         assert f"farflung: {run} reads at most 16 tokens" in found.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_bytes_that_are_no_text_are_told_of(mixture: Mixture) -> None:
+    """So does Python take an argument that is no UTF-8."""
+    refused("the text is no Unicode", lambda: route(mixture, "12\udcff"))

@@ -22,6 +22,8 @@ from farflung.tables import hints_of
 from farflung.workloads import tokenizers
 from farflung.workloads.tokenizers import Tokenizer
 
+COPY_AGAIN = "copy the mixture's folder again from where it was split, or split the data again"
+"""What helps where a part of it is missing."""
 MANIFEST = "mixture.json"
 WORKLOAD = "workload"
 """Its key there."""

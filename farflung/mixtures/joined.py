@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from farflung.errors import UserError
-from farflung.mixtures.folder import Mixture
+from farflung.mixtures.folder import COPY_AGAIN, Mixture
 from farflung.mixtures.modeling import MixtureConfig, MixtureForCausalLM
 from farflung.mixtures.routers import mean_scores
 from farflung.workloads import models, store
@@ -25,8 +25,6 @@ BATCH = 16
 """Sequences that a model is judged by at once."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 """What libraries raise where a folder holds no model, or a damaged one."""
-COPY_AGAIN = "copy the mixture's folder again from where it was split, or split the text again"
-"""What helps where a part of it is missing."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,12 @@ def _table_of(model: Any) -> dict[str, Any]:
 
 
 def route(mixture: Mixture, text: str) -> NDArray[np.float32]:
-    """(E,): how likely each router finds a text's begin, in nats a token. Raises UserError for an empty one."""
+    """(E,): how likely each router finds a text's begin, in nats a token. Raises UserError for what is no text."""
     tokenizer = mixture.read_tokenizer()
-    tokens = torch.from_numpy(tokenizer.encode(text).astype(np.int64))[None, : mixture.prefix]
+    try:
+        tokens = torch.from_numpy(tokenizer.encode(text).astype(np.int64))[None, : mixture.prefix]
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is no Unicode ({error.reason}); give it in the terminal's own encoding") from error
     if not tokens.numel():
         raise UserError("the text is empty; give at least one letter")
     scores: NDArray[np.float32] = _router_scores(mixture, tokens, tokenizer.end)[0]
@@ -217,7 +218,7 @@ def _model(folder: Path, remedy: str) -> Any:
         with models.without_remarks():
             model, told = AutoModelForCausalLM.from_pretrained(folder, **how)
     except UNREADABLE as error:
-        why = f"{error}".partition("\n")[0].rstrip(".")
+        why = f"{error}".partition("\n")[0].rstrip(".") if folder.is_dir() else "there is no such folder"
         raise UserError(f"{folder} holds no model of text that can be read ({why}); {remedy}") from error
     if told["missing_keys"]:  # they would be random numbers
         raise UserError(f"{folder} lacks weights, such as {min(told['missing_keys'])}; {remedy}")

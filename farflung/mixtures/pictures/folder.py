@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farflung.mixtures.folder import Split
+from farflung.errors import UserError
+from farflung.mixtures.folder import COPY_AGAIN, Split
 from farflung.workloads.images.settings import ImagesSettings
 from farflung.workloads.images.workload import Images
 
@@ -30,7 +32,8 @@ class PictureSplit(Split):
 
     def agrees(self) -> bool:
         """See Split; classes that no picture is of may have no count."""
-        return super().agrees() and all(len(row) <= len(self.classes) for row in self.dealt)
+        shares = all(re.fullmatch(r"[01](\.\d+)?", share) for share in self.hits)
+        return super().agrees() and shares and all(len(row) <= len(self.classes) for row in self.dealt)
 
     @property
     def router(self) -> Path:
@@ -49,6 +52,16 @@ class PictureSplit(Split):
     def whole(self, drawn: int = 0) -> Images:
         """The pictures of all parts, with so many drawn ones for the Frechet distance."""
         return _images(self.folder, drawn)
+
+    def refuse_others(self, whole: Images) -> None:
+        """Raises UserError where the pictures of all parts are not as many as were split."""
+        told = sum(map(sum, self.dealt)), sum(self.held_out)
+        there = whole.available, len(whole.held_out.labels)
+        if told != there:
+            raise UserError(
+                f"{self.folder} was split with {told[0]} pictures to train on and {told[1]} held out, and has "
+                f"{there[0]} and {there[1]}; {COPY_AGAIN}"
+            )
 
     def part(self, expert: int) -> Images:
         """Those of one part, without the distance."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farflung.errors import UserError
 from farflung.files import write_text
+from farflung.mixtures.folder import COPY_AGAIN, damaged
 from farflung.mixtures.pictures import modeling, router
 from farflung.mixtures.pictures.folder import PictureSplit
 from farflung.mixtures.pictures.modeling import PictureMixture
@@ -60,9 +61,10 @@ def evaluate(
         all_above: the share of noise above which all do, in another.
         drawn: pictures for the Frechet distance; 0 leaves it out.
 
-    Raises UserError: there is no expert; one draws other pictures.
+    Raises UserError: there is no expert; one draws other pictures; pictures are missing.
     """
     whole, mixture = split.whole(drawn), joined(split, experts)
+    split.refuse_others(whole)
     scores, columns = {}, []
     own = {
         number: _loss(split.part(number), expert)
@@ -100,6 +102,8 @@ def joined(split: PictureSplit, experts: Mapping[int, Path]) -> PictureMixture:
             f"--data {split.store(0)} --out {split.run(0)}, and so on for each"
         )
     form = split.whole(0).form
+    if form.classes != (*split.classes,):
+        raise damaged(split.folder, "it has other classes than the pictures")
     parts = {number: loaded(folder, form) for number, folder in experts.items()}
     all_above = 1.0 if len(form.classes) > 1 else ONE_CLASS_ABOVE
     return PictureMixture(_router(split), parts, 1, all_above).eval()
@@ -168,15 +172,50 @@ def loaded(folder: Path, form: Form) -> Any:
 
 
 def _router(split: PictureSplit) -> Any:
-    """A mixture's router. Raises UserError where it is not there, or damaged."""
+    """A mixture's router. Raises UserError where it is not there, damaged, or of another split."""
     try:
-        return _network(split.router)
+        found = _network(split.router)
     except UNREADABLE as error:
         raise UserError(f"{split.router} holds no router that can be read; split the pictures again") from error
+    if found.config.out_channels != split.experts:
+        raise UserError(f"{split.router} knows {found.config.out_channels} parts, not {split.experts}; {COPY_AGAIN}")
+    if not all(weights.isfinite().all() for weights in found.parameters()):
+        raise UserError(f"{split.router} has weights that are no finite numbers; {COPY_AGAIN}")
+    return found
 
 
 def _network(folder: Path) -> Any:
-    return network.library().UNet2DModel.from_pretrained(folder, local_files_only=True).eval()
+    found = network.library().UNet2DModel.from_pretrained(folder, local_files_only=True).eval()
+    _refuse_lacking(found)
+    return found
+
+
+def _refuse_lacking(model: torch.nn.Module) -> None:
+    """Raises ValueError where weights were not in the files: diffusers then makes places for them, and no values."""
+    if lacking := [name for name, weights in model.named_parameters() if weights.is_meta]:
+        raise ValueError(f"it lacks weights, such as {lacking[0]}")
+
+
+def teacher(split: PictureSplit, folder: Path) -> PictureMixture:
+    """What was exported of a mixture, with all experts. Raises UserError for what is not, or of another mixture."""
+    if not (folder / modeling.TABLE).exists():
+        raise UserError(f"teacher {folder}: holds no mixture of pictures; write it with: farflung mixture export")
+    try:
+        found = PictureMixture.from_pretrained(folder)
+        _refuse_lacking(found)
+    except (*UNREADABLE, KeyError) as error:
+        raise UserError(f"teacher {folder}: is damaged; write it again with: farflung mixture export") from error
+    if missing := {*range(split.experts)} - {*found.numbers}:
+        raise UserError(
+            f"teacher {folder}: expert {min(missing)} is missing, whose part nobody would teach; train it, and "
+            "export the mixture again"
+        )
+    own, told = _router(split).state_dict(), found.router.state_dict()
+    if own.keys() != told.keys() or not all(torch.equal(weights, told[name]) for name, weights in own.items()):
+        raise UserError(
+            f"teacher {folder}: is of another mixture than {split.folder}, whose parts are others; export that one"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from farflung.errors import UserError
+from farflung.mixtures.pictures import joined
 from farflung.mixtures.pictures.folder import PictureSplit
-from farflung.mixtures.pictures.modeling import TABLE, PictureMixture
 from farflung.workloads.images import network
 from farflung.workloads.images.settings import ImagesSettings
 from farflung.workloads.images.workload import Images
 
 if TYPE_CHECKING:
+    from farflung.mixtures.pictures.modeling import PictureMixture
     from farflung.workloads.base import Batch, Ids
 
 
@@ -63,17 +64,8 @@ class Student(Images):
 
     @cached_property
     def _teacher(self) -> PictureMixture:
-        """The experts. Raises UserError where one is missing."""
-        folder, split = Path(self.settings.teacher), PictureSplit.read(Path(self.settings.data))
-        if not (folder / TABLE).exists():
-            raise UserError(f"teacher {folder}: holds no mixture of pictures; write it with: farflung mixture export")
-        mixture = PictureMixture.from_pretrained(folder)
-        if missing := {*range(split.experts)} - {*mixture.numbers}:
-            raise UserError(
-                f"teacher {folder}: expert {min(missing)} is missing, whose part nobody would teach; train it, and "
-                "export the mixture again"
-            )
-        return mixture
+        """The experts. Raises UserError where one is missing, or of another mixture."""
+        return joined.teacher(PictureSplit.read(Path(self.settings.data)), Path(self.settings.teacher))
 
     @torch.no_grad()
     def _taught(self, batch: Batch) -> Tensor:
