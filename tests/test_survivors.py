@@ -12,8 +12,9 @@ from patience import patience
 from processes import SMALL, free_port, run_replicas, same, saved
 from warm import Python
 
-from farflung.networks import Group, PeerLostError, SimulatedNetwork, Simulation
+from farflung.networks import Conditions, Group, PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.membership import among_survivors, connected
+from farflung.networks.simulator.conditions import Death
 from farflung.training import checkpoint
 
 
@@ -85,6 +86,18 @@ def test_whenever_one_is_killed_the_rest_end_alike(data: st.DataObject) -> None:
     assert set(group) >= set(range(replicas)) - {victim}
     if moment == 0:
         assert victim not in group
+
+
+def test_after_a_death_in_a_simulation_the_rest_end_together() -> None:
+    """There, nobody comes twice under one key: each pair that sees who is left has one of its own."""
+
+    def work(network: SimulatedNetwork) -> Group:
+        while network.now() < 1.0:
+            network.computed()
+        return among_survivors(network, lambda group: group, lambda group: None, 60.0)[0]
+
+    conditions = Conditions(step_ms=100, deaths=(Death(3, 0.35),))
+    assert Simulation(4, conditions).run(work)[:3] == [(0, 1, 2)] * 3
 
 
 def test_two_that_are_killed_before_the_end_are_left_out() -> None:

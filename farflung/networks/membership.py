@@ -123,7 +123,8 @@ def _notes(network: Network, group: Group, key: str, note: str, seconds: float) 
     """The notes of those who have sent theirs; each pair by itself, so that nobody's loss holds up the others."""
     packet = packet_of(b" " + note.encode())
     own = network.rank
-    pending = {other: network.exchange(packet, tuple(sorted((own, other))), key) for other in group if other != own}
+    pairs = {other: tuple(sorted((own, other))) for other in group if other != own}
+    pending = {other: network.exchange(packet, pair, f"{key}, {pair}") for other, pair in pairs.items()}
     ends, notes = network.now() + seconds, {own: note}
     for other, exchange in pending.items():
         try:
