@@ -361,6 +361,40 @@ def test_a_lost_replica_takes_no_units_with_it(at_s: float) -> None:
             assert bool((held == 1).all()), name
 
 
+@pytest.mark.parametrize("name", ["ist", "resist"])
+@pytest.mark.parametrize("at_s", [0.35, 0.65, 0.8])
+def test_what_is_averaged_after_a_loss_is_the_whole_model_all_the_same(name: str, at_s: float) -> None:
+    """Before the next round as well as at the end; each unit is as its holder, or who has a copy, knows it."""
+
+    def whole(model: nn.Module) -> dict[str, Tensor]:
+        return {key: values.detach().clone() for key, values in model.named_parameters()}
+
+    def work(network: SimulatedNetwork) -> list[dict[str, Tensor]]:
+        model, seen = decoder(torch.float32), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with subnet.METHODS[name]().attach(model, optimizer, network) as outer:
+            for step in range(STEPS):
+                train(model, optimizer, network.rank, range(step, step + 1))
+                if step % EVERY == 1:
+                    before = whole(model)
+                    with outer.averaged_weights():
+                        seen.append(whole(model))
+                    assert same(before, whole(model))
+            outer.finish(average_weights=True)
+        return [*seen, whole(model)]
+
+    seen = Simulation(4, Conditions(step_ms=100, deaths=(Death(3, at_s),))).run(work)
+    left = [one for one in seen if one is not None]
+    assert len(left) == 3
+    for told in zip(*left, strict=True):
+        assert same(told[0], told[1]) and same(told[0], told[2])
+        for key, values in told[0].items():
+            if positions("heads", key, [[]] * 8) is not None:
+                begun = decoder(torch.float32).get_parameter(key).detach()
+                assert bool((values != 0).all()), key
+                assert 0.5 < float(values.norm() / begun.norm()) < 2, key
+
+
 # Theory (arXiv 2306.16484), with the replicas' deals
 
 

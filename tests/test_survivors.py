@@ -208,6 +208,20 @@ def test_when_a_replica_is_killed_the_others_end_the_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "processes"), [("ist", 4), ("resist", 2)])
+def test_units_of_a_replica_that_is_killed_are_in_the_whole_model(tmp_path: Path, method: str, processes: int) -> None:
+    """As they were when it got them: among processes the dead stay members, so that no round gives its units back."""
+    ended = train(tmp_path, processes, processes - 1, "--method", method, "--every", "5")
+    for rank in range(processes - 1):
+        code, said = ended[rank]
+        assert code == 0 and f"replicas lost: {processes - 1}" in said, said
+        whole = checkpoint.read(checkpoint.average_of(tmp_path / str(rank)))["model"]
+        for name, weights in whole.items():
+            if "_proj" in name:
+                assert bool((weights.flatten(1) != 0).any(1).all() and (weights != 0).any(0).all()), name
+
+
+@pytest.mark.slow
 def test_an_island_that_has_lost_a_process_is_left_out_as_a_whole(tmp_path: Path) -> None:
     ended = train(tmp_path, 4, 3, "--every", "5", "--stages", "2", "--microbatches", "2", "--deadline", "20")
     assert [code for code, _ in ended[:2]] == [0, 0] and ended[2][0] == 1, ended

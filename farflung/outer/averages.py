@@ -37,6 +37,10 @@ class Averages:
         self._count = 0
         self._everyone = session.network.members()
         self._told_lost: Group = ()
+        self.shared_by = self._everyone
+        """Whose weights were averaged last."""
+        self.settle: Callable[[Group], object] = lambda group: None
+        """Is called with those whose weights are to be averaged, before they are; again, where there are fewer."""
 
     def buffers(self) -> None:
         """Gives all replicas the mean of their buffers, and of frozen weights that the loop moves."""
@@ -69,6 +73,7 @@ class Averages:
         key, seconds = self._next_key("weights"), END_DEADLINES * session.deadline_s
 
         def work(group: Group) -> list[Tensor]:
+            self.settle(group)
             messages = [fragment.message(fragment.read()) for fragment in fragments]
             for members, cells in session.holders.apart(messages, Schedule(), group).items():
                 for column in session.columns.of(members, list(cells)):
@@ -76,7 +81,8 @@ class Averages:
                     average(named, column.network, members, column.key(f"{key} of {members}"), seconds)
             return [message.flat for message in messages]
 
-        for fragment, flat in zip(fragments, self._among_those_left(work, key, seconds), strict=True):
+        self.shared_by, means = self._among_those_left(work, key, seconds)
+        for fragment, flat in zip(fragments, means, strict=True):
             fragment.write(flat)
 
     @contextmanager
@@ -105,12 +111,12 @@ class Averages:
         self._count += 1
         return self._session.key(f"{what} {self._count}")
 
-    def _among_those_left(self, work: Callable[[Group], T], key: str, seconds: float) -> T:
-        """What some work comes to among the replicas that are left; tells once who is lost."""
+    def _among_those_left(self, work: Callable[[Group], T], key: str, seconds: float) -> tuple[Group, T]:
+        """The replicas that are left, and what some work comes to among them; tells once who is lost."""
         network = self._session.network
         group, result = among_replicas_left(network, work, seconds, f"{key}, those left")
         lost = tuple(sorted(set(self._everyone) - set(group)))
         if lost and lost != self._told_lost:
             self._told_lost, named = lost, ", ".join(map(str, lost))
             log.warning("replica %d averages without those that are lost: %s", network.rank, named)
-        return result
+        return group, result

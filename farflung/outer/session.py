@@ -75,7 +75,7 @@ class Session:
         self.holders = setup.options["holders"]
         self._begun = self._noted = self._met = False
         self._ended = self._left = self._warned = False
-        self._averages = Averages(self)
+        self.averages = Averages(self)
         self._reports = Reports(network, setup.options["on_round"])
         self._faults = Faults(network.rank, self.trained.layout)
         self.undo = undo
@@ -131,7 +131,7 @@ class Session:
             self._end()
         if average_weights:
             with self.writing_weights():
-                self._averages.weights()
+                self.averages.weights()
 
     def _end(self) -> None:
         self._ended = True
@@ -169,7 +169,7 @@ class Session:
         Replicas that are lost are left out. Raises PeerLostError where the rest cannot be reached, and UserError where
         sizes differ.
         """
-        self._averages.buffers()
+        self.averages.buffers()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has the mean of all replicas' weights and buffers, to evaluate or to save it.
@@ -178,7 +178,7 @@ class Session:
         bit, so it does not disturb training; rounds under way go on. Raises PeerLostError, and UserError on the
         internet, where nobody waits for the others.
         """
-        return self._averages.shown()
+        return self.averages.shown()
 
     def catch_up(self, wait: float) -> bool:
         """Takes the state of others before training, where it can be had within `wait` seconds; whether it was."""

@@ -58,6 +58,15 @@ class SubnetLoop(OuterLoop):
         self._parts.hold(self._holdings.of(network.rank))
         self.undo.callback(self._parts.end)
         self._forget_moments()
+        self.averages.settle = self.inherit
+
+    def inherit(self, members: Group) -> None:
+        """Takes the units that others than some members held, where this one keeps them; the model's shapes are whole.
+
+        On some networks the dead stay members, so that who is left shows only when the members meet.
+        """
+        if (left := self._holdings.among(members)) != self._holdings:
+            self._parts.widen_with(left.of(self.network.rank))
 
     def _exchanged(self) -> Mapping[str, nn.Parameter]:
         dealt = {name for pool in self._pools for name in pool.cuts}
@@ -125,13 +134,13 @@ class SubnetLoop(OuterLoop):
         """See Session; with `average_weights` all replicas end with the whole model, branches unscaled."""
         super().finish(average_weights)
         if average_weights:
-            assemble(dict(self.trained.model.named_parameters()), self._pools, self.replicas)
+            assemble(dict(self.trained.model.named_parameters()), self._pools, len(self.averages.shared_by))
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """See Session: the model is whole, branches unscaled."""
         with self._parts.whole() as units, super().averaged_weights():
-            assemble(units, self._pools, self.replicas)
+            assemble(units, self._pools, len(self.averages.shared_by))
             yield
 
     def _facts(self) -> list[Fact]:

@@ -99,6 +99,16 @@ class Parts:
             for name, parameter in self.named.items():
                 parameter.data = narrow[name]
 
+    @torch.no_grad()
+    def widen_with(self, units: Units) -> None:
+        """Has these units in the whole shapes, and noughts for others: as they are known, where they are not held."""
+        for pool, some in zip(self._pools, units, strict=True):
+            for name, cut in pool.cuts.items():
+                mixed, places = self.known[name].clone(), _places(cut, some, self.known[name])
+                self._put(name, mixed, self._own(name))
+                whole = torch.zeros_like(mixed).index_copy_(cut.dim, places, mixed.index_select(cut.dim, places))
+                self.named[name].copy_(whole)
+
     def end(self) -> None:
         """Gives the parameters their whole shapes back, with noughts for what is not held."""
         for hook in self._hooks:

@@ -130,6 +130,9 @@ def _met(trainer: Trainer, network: Network, parts: Sequence[Fragment], facts: d
     """
     settings, means = trainer.settings, list[Mean]()
     deadline = DEADLINES_AT_THE_END * settings.network.deadline
+    if trainer.method.dealing:
+        own = trainer.network
+        trainer.settle(tuple(own.processes.index(one) for one in network.processes) or network.members())
     if len(network.members()) > 1:
         means = PartByPart(network, parts, mean_home(settings.island), deadline).means(bool(settings.core.core))
     off = sum(mean.apart for mean in means)

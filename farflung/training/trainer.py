@@ -16,7 +16,7 @@ from torch import nn
 
 from farflung.errors import LostDataError, UserError
 from farflung.hooks.trained import trainable
-from farflung.networks import Network
+from farflung.networks import Group, Network
 from farflung.outer import Round, Session
 from farflung.outer.elastic import CATCH_UP_SECONDS
 from farflung.pipeline.compiling import telling_of_compilers
@@ -85,6 +85,8 @@ class Trainer:
         self._lost: LostDataError | None = None
         self._score: float | None = None
         """What the model was judged by at this step, if it was."""
+        self.settle: Callable[[Group], object] = lambda group: None
+        """See Averages."""
         self._judged_at = 0
         """The last step that was looked at for what is due."""
         self._saved = self._load(resume_step)
@@ -192,6 +194,7 @@ class Trainer:
             holders=holders_of(self.settings),
             on_round=self._after_round,
         )
+        self.settle = session.averages.settle
         self.island.gives_with(session.give)
         if self.computing.far:
             session.gradients_from(self.computing.far)
