@@ -11,6 +11,8 @@ from processes import SMALL, run_here, same_weights, saved
 from safetensors.torch import load_file
 from subnet import ids
 
+from farflung.cli import training
+from farflung.training.cautions import cautions
 from farflung.workloads.models import without_remarks
 
 RUN = ("train", *SMALL, "--network", "simulated", "--replicas", "3", "--method", "noloco", "--every", "4")
@@ -74,6 +76,18 @@ def test_a_core_that_was_exported_computes_what_it_computes_in_the_whole(
         torch.testing.assert_close(whole(ids(0, 0)).logits, model(ids(0, 0)).logits, rtol=1e-4, atol=1e-5)
         with core_alone(model):
             torch.testing.assert_close(alone(ids(0, 0)).logits, model(ids(0, 0)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_ends_before_the_rests_first_round_says_so() -> None:
+    def told(*flags: str) -> list[str]:
+        given = ["--core", "heads2", "--every", "4", "--steps", "8", *flags]
+        return cautions(training.what_is_asked(given).settings)
+
+    (line,) = told("--rest-every", "3")
+    assert "ends at step 8, before the first round of what lies beside the core, which comes after step 12" in line
+    assert not told("--rest-every", "2") and not told("--rest-every", "9", "--core-only-replicas", "3")
+    (line,) = told("--every", "9", "--rest-every", "9")
+    assert "before its first round" in line
 
 
 @pytest.mark.parametrize(

@@ -493,11 +493,18 @@ def across_heads() -> Any:
     return model
 
 
+def with_one_weight_for_two_layers() -> Any:
+    model = decoder()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "told"),
     [
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no units are found in Sequential"),
         (across_heads, "its q_norm.weight is of all of them together"),
+        (with_one_weight_for_two_layers, r"layers\.0\.mlp\.up_proj\.weight is the weight of another module, too"),
         (lambda: decoder(intermediate_size=14), "has 14 FFN columns, which 4 replicas cannot share evenly"),
     ],
 )

@@ -8,7 +8,7 @@ from farflung.settings import Settings
 
 def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
-    return [line for line in (_without_rounds(settings), _another_method(settings)) if line]
+    return [line for line in (_without_rounds(settings) or _rest_alone(settings), _another_method(settings)) if line]
 
 
 def _without_rounds(settings: Settings) -> str:
@@ -23,6 +23,20 @@ def _without_rounds(settings: Settings) -> str:
         return f"the run ends before its first round, which comes after {schedule.seconds:g} s; give --rounds"
     ends = f"the run ends at step {settings.run.steps}, before its first round, which comes after step {first}"
     return f"{ends}; its replicas exchange nothing; give a smaller --every"
+
+
+def _rest_alone(settings: Settings) -> str:
+    """A warning for a run that ends before the first round of what lies beside its core; "" for others."""
+    core, schedule = settings.core, settings.method().schedule
+    whole = settings.run.replicas - core.core_only_replicas
+    if not core.core or schedule.by_clock or (whole < 2 and not settings.network.kind.elastic):
+        return ""
+    rest = schedule.times(core.rest_every)
+    first = min(rest.first(fragment) for fragment in range(rest.fragments))
+    if first <= settings.run.steps:
+        return ""
+    ends = f"the run ends at step {settings.run.steps}, before the first round of what lies beside the core"
+    return f"{ends}, which comes after step {first}; replicas exchange the core alone; give a smaller --rest-every"
 
 
 def _another_method(settings: Settings) -> str:
