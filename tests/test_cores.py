@@ -373,3 +373,19 @@ def test_replicas_that_begin_with_other_cores_are_told_so() -> None:
 
     with pytest.raises(RuntimeError, match="starts from other weights"):
         Simulation(4).run(work)
+
+
+@pytest.mark.parametrize("kind", ["heads4", "lowrank2"])
+def test_a_model_that_is_divided_computes_what_it_did_and_what_is_frozen_stays_so(kind: str) -> None:
+    """Such as one that was trained before: it had begun with new weights."""
+    model = decoder(torch.float64)
+    for parameter in model.model.layers[1].mlp.parameters():
+        parameter.requires_grad_(False)
+    before = loss_of(model, 0, 0).detach()
+    core_named(kind).divide(model)
+    torch.testing.assert_close(loss_of(model, 0, 0).detach(), before)
+    rest = rest_of(model)
+    assert not any(
+        one.requires_grad for name, one in model.named_parameters() if "layers.1.mlp" in name and name in rest
+    )
+    assert all(one.requires_grad for name, one in model.named_parameters() if "layers.0.mlp" in name)

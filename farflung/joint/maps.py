@@ -20,7 +20,7 @@ class LowRankMap(nn.Module):
     """y = U V x + b of the core, and W x of the rest.
 
     Args:
-        like: the linear map W x + b whose place it takes; its weights are not used.
+        like: the linear map whose place it takes; the whole begins with what that computes.
         rank: of U V.
         spread: the standard deviation that the entries of U V begin with.
     """
@@ -35,6 +35,12 @@ class LowRankMap(nn.Module):
         )
         self.whole = True
         self._spread = spread
+        self.initialise()
+        _take(self.rest, like)
+        with torch.no_grad():
+            self.rest.weight.sub_(self.leave.weight @ self.enter.weight)
+            if like.bias is not None:
+                self.leave.bias.copy_(like.bias).requires_grad_(like.bias.requires_grad)
 
     def initialise(self) -> None:
         """First values of U and V, with which U V is spread as W is."""
@@ -68,6 +74,8 @@ class FirstRows(nn.Linear):
         more = like.out_features - count
         self.rest: nn.Linear | None = nn.Linear(like.in_features, more, biased, device=device, dtype=dtype)
         self.whole = True
+        _take(self, like, rows=slice(count))
+        _take(self.rest, like, rows=slice(count, None))
 
     def forward(self, entering: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
@@ -89,6 +97,8 @@ class FirstColumns(nn.Linear):
         more = like.in_features - count
         self.rest: nn.Linear | None = nn.Linear(more, like.out_features, bias=False, device=device, dtype=dtype)
         self.whole = True
+        _take(self, like, columns=slice(count))
+        _take(self.rest, like, columns=slice(count, None))
 
     def forward(self, entering: Tensor) -> Tensor:
         """(…, in) to (…, out); of the core's inputs alone where there are no others."""
@@ -102,6 +112,14 @@ class FirstColumns(nn.Linear):
         """See LowRankMap."""
         weight = torch.cat([weights[f"{name}.weight"], weights[f"{name}.rest.weight"]], dim=1)
         return {f"{name}.weight": weight, **({} if self.bias is None else {f"{name}.bias": weights[f"{name}.bias"]})}
+
+
+@torch.no_grad()
+def _take(part: nn.Linear, like: nn.Linear, rows: slice = slice(None), columns: slice = slice(None)) -> None:
+    """Has a part begin with values of a linear map, and be trained as that is."""
+    part.weight.copy_(like.weight[rows, columns]).requires_grad_(like.weight.requires_grad)
+    if part.bias is not None:
+        part.bias.copy_(like.bias[rows]).requires_grad_(like.bias.requires_grad)
 
 
 Map = LowRankMap | FirstRows | FirstColumns
