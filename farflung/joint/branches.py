@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from torch import nn
+
+from farflung.errors import UserError
 
 ATTENTION, FEED_FORWARD = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 """The matrices of the two branches of a layer; the last of each leads back to the stream between layers."""
@@ -28,3 +31,14 @@ def head_groups(attention: nn.Module) -> tuple[int, str]:
         if one.partition(".")[0] not in ATTENTION and tuple(parameter.shape) != (width,):
             return 0, f"its {one} is of all of them together"
     return groups, ""
+
+
+def refuse_shared(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises UserError where one of some parameters is another module's, too, which would be left with all of it."""
+    owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    for name in names:
+        if owners[id(model.get_parameter(name))] > 1:
+            raise UserError(
+                f"{name} is the weight of another module, too, and cannot be cut; give each its own, or leave out "
+                "--core and methods that deal out units"
+            )

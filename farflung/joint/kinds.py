@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.joint.branches import ATTENTION, FEED_FORWARD, branches, head_groups
+from farflung.joint.branches import ATTENTION, FEED_FORWARD, branches, head_groups, refuse_shared
 from farflung.joint.maps import REST, FirstColumns, FirstRows, LowRankMap, maps_of
 
 SPREAD = 0.02
@@ -151,7 +151,9 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
             f"no layers with {', '.join(ATTENTION)} and {', '.join(FEED_FORWARD)} are found in "
             f"{type(model).__name__}, so that nothing is known of a core; leave out --core"
         )
-    return [one for found in kinds for one in found]
+    found: list[tuple[str, nn.Module, tuple[str, ...]]] = [one for kind in kinds for one in kind]
+    refuse_shared(model, [f"{name}.{one}.weight" for name, _, maps in found for one in maps])
+    return found
 
 
 def _beside_maps(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
 from farflung.errors import UserError
-from farflung.joint.branches import ATTENTION, FEED_FORWARD
+from farflung.joint.branches import ATTENTION, FEED_FORWARD, refuse_shared
 from farflung.outer.session import Session
 from farflung.outer.setup import Setup
 from farflung.subnets.assembling import assemble, scale_best, scale_branches
@@ -46,7 +45,7 @@ class DealtUnits:
                 f"no units are found in {type(model).__name__} that could be dealt out, such as layers with "
                 f"{', '.join(ATTENTION)} and {', '.join(FEED_FORWARD)}; choose another method, such as noloco"
             )
-        _refuse_shared(pools, model)
+        refuse_shared(model, [name for pool in pools for name in pool.cuts])
         for pool in pools:
             if pool.units % replicas:
                 what = "layers" if pool.modules else "KV heads" if len(pool.cuts) > 3 else "FFN columns"
@@ -67,11 +66,3 @@ class DealtUnits:
         weights, pools = dict(model.named_parameters()), KINDS[self.units](model)
         assemble(weights, pools, replicas)
         return scale_best(weights, pools, replicas, badness)
-
-
-def _refuse_shared(pools: Sequence[Pool], model: nn.Module) -> None:
-    """Refuses units whose weights other modules have, too: of those, this replica may hold others. Raises UserError."""
-    owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
-    for name in (name for pool in pools for name in pool.cuts):
-        if owners[id(model.get_parameter(name))] > 1:
-            raise UserError(f"{name} is the weight of another module, too; choose another method, such as noloco")
