@@ -203,11 +203,7 @@ def _expert(mixture: Mixture, folder: Path, tokenizer: Tokenizer) -> Any:
 
 def _router(mixture: Mixture, expert: int) -> Any:
     """An expert's router, in evaluation mode. Raises UserError where it is missing, or damaged."""
-    folder = mixture.router(expert)
-    router = _model(folder, COPY_AGAIN)
-    if not all(weights.isfinite().all() for weights in router.parameters()):
-        raise UserError(f"{folder} has weights that are no finite numbers; {COPY_AGAIN}")
-    return router
+    return _model(mixture.router(expert), COPY_AGAIN)
 
 
 def _model(folder: Path, remedy: str) -> Any:
@@ -222,4 +218,6 @@ def _model(folder: Path, remedy: str) -> Any:
         raise UserError(f"{folder} holds no model of text that can be read ({why}); {remedy}") from error
     if told["missing_keys"]:  # they would be random numbers
         raise UserError(f"{folder} lacks weights, such as {min(told['missing_keys'])}; {remedy}")
+    if not all(weights.isfinite().all() for weights in model.parameters()):
+        raise UserError(f"{folder} has weights that are no finite numbers; {remedy}")
     return model.eval()
