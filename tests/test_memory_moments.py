@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from farflung import inner, methods
 from farflung.memory.copies import Threads
-from farflung.memory.far import HostMemory, home_in
+from farflung.memory.far import Home, HostMemory, home_in
 from farflung.memory.moments import FarMoments
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.workloads import models
@@ -76,6 +77,39 @@ def test_far_moments_step_along_mean_gradients(tmp_path: Path) -> None:
     assert all(map(torch.equal, near[0], near[1]))
     for one, other in zip(near, far, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+def test_no_page_of_a_file_stays_near_while_its_layer_steps(tmp_path: Path) -> None:
+    """Else moments that have come would take their memory twice."""
+    (whole,) = layer = [torch.nn.Parameter(torch.ones(1 << 18))]
+    homes: list[Home] = []
+
+    def home(like: Tensor) -> Home:
+        homes.append(home_in(tmp_path, like))
+        return homes[-1]
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            seen.append([near_pages(one.tensor) for one in homes])
+            return super().step(closure)
+
+    seen: list[list[int]] = []
+    optimizer = torch.optim.AdamW(layer)
+    copies = Threads(HostMemory(), CPU)
+    FarMoments(optimizer, lambda named: Watched(dict(named).values()), [{"w": whole}], home, copies, 0)
+    for _ in range(3):
+        whole.grad = torch.ones_like(whole)
+        optimizer.step()
+    assert seen == [[], [0, 0], [0, 0]]
+    assert near_pages(homes[0].tensor) == 0 and homes[0].tensor.norm() > 0 and near_pages(homes[0].tensor) > 0
+
+
+def near_pages(tensor: Tensor) -> int:
+    """Kilobytes of a mapped file that are in this process's memory."""
+    begins = f"{tensor.data_ptr():x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(begins) for line in lines)
+    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
 
 def test_a_checkpoint_goes_on_with_far_moments_or_near_ones(tmp_path: Path) -> None:

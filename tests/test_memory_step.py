@@ -113,6 +113,14 @@ def test_where_the_host_does_not_update_beside_the_computing_the_next_step_waits
     assert far.peak_bytes < COUNT * 10 + 90 + 10 + 3 * 10
 
 
+def test_what_comes_from_a_file_takes_its_pages_too_while_it_is_copied() -> None:
+    layer = replace(LAYER, gradient_bytes=10, moment_bytes=1000, near_step_s=1, step_bytes=7)
+    profile = alike(layer, rate=1e6)
+    for beside, near in ((True, 1000), (False, 2000)):
+        step = step_of(replace(profile, beside=beside), "recompute", "moments-far", prefetch=0)
+        assert step.peak_bytes == COUNT * 10 + near + 7
+
+
 def test_passes_in_flight_and_gradients_of_passes_before_are_there_all_the_time() -> None:
     layer = replace(LAYER, weight_bytes=10, gradient_bytes=10, moment_bytes=20, near_step_s=1, far_step_s=3)
     one, several = alike(layer), replace(alike(layer), in_flight=3, passes=2)

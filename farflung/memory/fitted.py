@@ -215,7 +215,8 @@ class Fitted:
             self.updates = FarUpdates(self._optimizer, model.make, named, home, copies, weights.homes)
             self._states += [weights, self.updates]
         if far := having("moments-far"):
-            self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, limit))
+            room = limit // 2 if model.device.type == "cpu" else limit  # a file's pages are near, too, while copied
+            self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, room))
 
 
 def choices_of(device: str, folder: bool, near_gradients: bool) -> tuple[tuple[Mode, ...], tuple[State, ...]]:

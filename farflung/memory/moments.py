@@ -47,10 +47,12 @@ class Part:
         self.optimizer.state[parameter][key] = value
 
     def arrived(self) -> None:
-        """Waits for what was begun to be copied."""
+        """Waits for what was begun to be copied, and lets go of the host's memory that it took."""
         for arrive in self.arrivals:
             arrive()
         self.arrivals.clear()
+        for home in self.homes.values():
+            home.let_go()
 
 
 class FarMoments:
@@ -157,8 +159,6 @@ class FarMoments:
         """Waits for those that leave first."""
         part, _ = self._leaving.popleft()
         part.arrived()
-        for home in part.homes.values():
-            home.let_go()
 
     def _taken(self) -> int:
         """Bytes of moments that are near."""

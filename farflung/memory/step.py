@@ -187,11 +187,12 @@ class _Building:
                 self.compute.append(task)
                 if far:
                     nbytes = cost.moment_bytes
-                    came = _Task(IN, self._part * nbytes / self._profile.in_bytes_s, allocates=nbytes).after([last])
+                    near = nbytes if self._profile.beside else 2 * nbytes  # a file's pages are near, too, while copied
+                    came = _Task(IN, self._part * nbytes / self._profile.in_bytes_s, allocates=near).after([last])
                     self.moments.append(came)
                     task.after([came])
                     seconds = self._part * nbytes / self._profile.out_bytes_s
-                    _Task(OUT, seconds, frees=nbytes, first=MOMENTS).after([task])
+                    _Task(OUT, seconds, frees=near, first=MOMENTS).after([task])
 
     def _far_updates(self, leaving: list[_Task], last: _Task) -> None:
         """On the host; `leaving` are the copies of gradients, the last layer's first."""
