@@ -10,6 +10,7 @@ from processes import run_replicas, same
 from test_memory_training import llama
 from torch_memory import MARK
 
+from farflung.hooks.shared_memory import SHARED
 from farflung.planner.architecture import architecture_of
 from farflung.planner.fitting import Stage, Worker
 from farflung.settings import Settings
@@ -74,7 +75,7 @@ def test_the_planner_counts_of_shards_what_they_measure(
     layers = [4 * layer.parameters for layer in model.layers]
     alone = Settings.of(**made | {"batch_size": 8}, method="local", inner="adamw", microbatches=parts)
     besides = planned.fixed_bytes - Stage(model, alone, alone.method(), worker, 0, span).profile.fixed_bytes
-    assert besides == 2 * (whole - sum(layers)) + max(layers)
+    assert besides == 2 * (whole - sum(layers)) + max(layers) + SHARED
 
 
 def test_what_shards_sum_up_of_several_microbatches_is_whole_until_the_step_is_over(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from farflung.errors import UserError
 from farflung.files import write_text
 from farflung.hooks.shards import own_of
+from farflung.hooks.shared_memory import SHARED
 from farflung.memory import modes
 from farflung.memory.copies import copies_of
 from farflung.memory.far import FileOf, HostMemory, check_room, far_homes
@@ -134,6 +135,8 @@ class Fitted:
         profile = profiled(self._model, self._copies, passes)
         return_what_is_free(device)
         besides = max(in_use(device) - bytes_of(own), 0)  # only now, since a first step has libraries loaded
+        if self._model.sharded and device.type == "cpu":
+            besides += SHARED  # shards swap through it, but have not yet
         profile = replace(profile, fixed_bytes=profile.fixed_bytes + besides)
         caps, profiles = zip(*tell((cap, profile)), strict=True)
         cap, profile = min(caps), worst(profiles)

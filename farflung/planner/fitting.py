@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from farflung.hooks.shared_memory import SHARED
 from farflung.memory.fitted import choices_of, described, far_bytes
 from farflung.memory.plan import NOTHING, LayerCost, LayerPlan, Plan, Profile
 from farflung.memory.profile import AHEAD, through_files
@@ -157,12 +158,15 @@ class Stage:
         return self._rounds_far + sum(far_bytes(cost, layer, self._in_flight) for cost, layer in layers)
 
     def _gathered(self, span: Span) -> int:
-        """Bytes of what shards have whole: weights and gradients outside of layers, and weights of a layer or a few."""
+        """Bytes of what shards have whole: weights and gradients outside of layers, and weights of a layer or a few.
+
+        On a processor, that of the memory through which they swap, too.
+        """
         if self._shards == 1:
             return 0
         outside, layers = apart(self._model, span)
-        at_a_time = 1 + AHEAD * (self._worker.device == "gpu")
-        return COPY * (2 * outside + at_a_time * max(layers))
+        on_gpu = self._worker.device == "gpu"
+        return COPY * (2 * outside + (1 + AHEAD * on_gpu) * max(layers)) + SHARED * (not on_gpu)
 
     def _layer(self, number: int, saved_bytes: int, input_bytes: int) -> LayerCost:
         cost = self._cost(self._model.layers[number], self._forward_s(number, last=False), saved_bytes, layer=True)
