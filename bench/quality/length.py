@@ -58,7 +58,7 @@ class Options:
     """Which rows to make, of which ddp is one."""
     parts: tuple[str, ...] = tuple(PARTS)
     """What to put into the best way, one at a time."""
-    parts_at: int = 3200
+    parts_at: int = 800
     """The length at which."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each tuned row for each; the search uses the first."""
