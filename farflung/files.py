@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from farflung.errors import UserError
+from farflung.errors import UserError, disk_errors
 
 
 def beside(path: Path) -> Path:
@@ -102,6 +103,18 @@ def replacing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     except BaseException:
         new.unlink(missing_ok=True)  # on a full disk, what there is of it only takes up room
         raise
+
+
+@contextlib.contextmanager
+def new_beside(place: Path) -> Iterator[Path]:
+    """Where to write a folder before it is renamed; nothing is there yet, and nothing stays. Raises UserError."""
+    new = beside(place)
+    with disk_errors(f"write to {place}", "give another folder, or make room"):
+        try:
+            shutil.rmtree(new, ignore_errors=True)  # left by one of this number that was killed, as in a container
+            yield new
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def write_text(path: Path, text: str, private: bool = False) -> None:

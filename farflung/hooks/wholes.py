@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 
 from torch import Tensor
@@ -24,7 +24,6 @@ class Wholes:
         self._layout = layout
         self.shapes = {name: layout.outline[name] for name in names}
         self._worker = dealt([Cell((Piece(name, 0, s),)) for name, s in self.shapes.items()], layout.processes)
-        self._own = [name for name, process in self._worker.items() if process == layout.process]
 
     def portions(self, most: int) -> list[list[str]]:
         """All names, in portions in which each process has at most `most` values to work on, or one matrix."""
@@ -36,29 +35,31 @@ class Wholes:
 
     def __call__(
         self,
-        names: Collection[str],
+        names: Sequence[str],
         rows: Mapping[str, Tensor],
         like: Tensor,
         work: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> None:
         """Replaces a process's own rows of some matrices by what `work` makes of them whole: others of their shapes.
 
-        `rows` have the dtype of `like`, and lie where it does. Where all of a matrix's processes leave its rows out,
-        they count as zeros. Raises PeerLostError.
+        All processes give the same `names`, in the same order. `rows` have the dtype of `like`, and lie where it does.
+        Where all of a matrix's processes leave its rows out, they count as zeros. Raises PeerLostError.
         """
-        own = [name for name in self._own if name in names]
+        own = self._of(names, self._layout.process)
         wholes = [like.new_zeros(self.shapes[name]) for name in own]
         here = [self._rows_here(names, rows, process, like) for process in range(self._layout.processes)]
         self._layout.swap(here, self._cut(own, wholes), like)
         done = [whole.to(like).contiguous() for whole in work(wholes)]
         self._layout.swap(self._cut(own, done), here, like)
 
-    def _rows_here(
-        self, names: Collection[str], rows: Mapping[str, Tensor], process: int, like: Tensor
-    ) -> list[Tensor]:
+    def _of(self, names: Sequence[str], process: int) -> list[str]:
+        """Those of some matrices that a process works on."""
+        return [name for name in names if self._worker[name] == process]
+
+    def _rows_here(self, names: Sequence[str], rows: Mapping[str, Tensor], process: int, like: Tensor) -> list[Tensor]:
         """This process's rows of the matrices that another one works on."""
         found = []
-        for name in (name for name, worker in self._worker.items() if worker == process and name in names):
+        for name in self._of(names, process):
             begin, end = self._span(name, self._layout.process)
             if begin < end:
                 found.append(rows[name] if name in rows else like.new_zeros(end - begin, *self.shapes[name][1:]))

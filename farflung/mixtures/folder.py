@@ -8,7 +8,6 @@ The last are the experts' runs, which may have been made elsewhere.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin
 
 from farflung import formats
-from farflung.errors import UserError, disk_errors
-from farflung.files import beside, write_text
+from farflung.errors import UserError
+from farflung.files import new_beside, write_text
 from farflung.tables import hints_of
 from farflung.workloads import tokenizers
 from farflung.workloads.tokenizers import Tokenizer
@@ -158,16 +157,11 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
     Raises UserError where the disk does not let it.
     """
-    new = beside(folder)
-    with disk_errors(f"write to {folder}", "give another folder, or make room"):
+    with new_beside(folder) as new:
+        new.mkdir(parents=True)
+        yield new
         try:
-            shutil.rmtree(new, ignore_errors=True)  # left by one of this number that was killed, as in a container
-            new.mkdir(parents=True)
-            yield new
-            try:
-                new.rename(folder)
-            except OSError:
-                if not (folder.is_dir() and any(folder.iterdir())):
-                    raise
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
+            new.rename(folder)
+        except OSError:
+            if not (folder.is_dir() and any(folder.iterdir())):
+                raise

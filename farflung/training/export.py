@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farflung.errors import UserError, counted, disk_errors
-from farflung.files import beside, event_files, holds_no_run, refuse_taken
+from farflung.errors import UserError, counted
+from farflung.files import event_files, holds_no_run, new_beside, refuse_taken
 from farflung.formats import OWN_LOOP
 from farflung.lazy import Later
 from farflung.settings import Settings, read_settings
@@ -99,19 +98,15 @@ def _ordinary(settings: Settings, workload: Workload, weights: dict[str, Any], a
 
 
 def _write(settings: Settings, workload: Workload, weights: dict[str, Any], target: Path, adapter: bool) -> None:
-    new = beside(target)
-    with disk_errors(f"write to {target}", "give another folder, or make room"):
-        try:
-            if adapter:
-                _of_language(workload, "--adapter").export_adapter(weights, new)
-            else:
-                constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
-                workload.export(weights, new, settings.run.seed, constrained_to)
-            if target.exists():
-                target.rmdir()
-            new.rename(target)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
+    with new_beside(target) as new:
+        if adapter:
+            _of_language(workload, "--adapter").export_adapter(weights, new)
+        else:
+            constrained_to, _ = boundaries.boundary_named(settings.island.boundary)
+            workload.export(weights, new, settings.run.seed, constrained_to)
+        if target.exists():
+            target.rmdir()
+        new.rename(target)
 
 
 def _own_weights(folder: Path) -> str:
