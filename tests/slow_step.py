@@ -194,7 +194,7 @@ class SlowStep:
         cost, out, back = self.costs[number], self.profile.out_bytes_s, self.profile.in_bytes_s
         return {
             "F": cost.forward_s,
-            "B": cost.backward_s + (cost.forward_s if self.again(number) else 0),
+            "B": cost.backward_s + (cost.forward_s - cost.spared_s if self.again(number) else 0),
             "U": cost.near_step_s,
             "H": cost.far_step_s,
             "O": self.moved(number) / out,

@@ -18,6 +18,7 @@ from transformers import (
 from farflung.errors import UserError
 from farflung.pipeline.balance import Span
 from farflung.planner.architecture import Architecture, architecture_of
+from farflung.planner.saved import counted
 
 QWEN2_57B = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 QWEN2_57B |= {"vocab_size": 151_936, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
@@ -72,6 +73,16 @@ def test_a_step_has_the_operations_that_torch_counts(name: str, tmp_path: Path) 
         real(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     whole = Span(0, len(model.layers), first=True, last=True)
     assert 64 * model.flops_per_token(whole, 16) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "last"), [("llama", "mlp.down_proj.weight"), ("gpt2", "mlp.c_proj.weight")])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_layer_that_is_computed_again_does_without_its_last_product(
+    name: str, last: str, precision: str, tmp_path: Path
+) -> None:
+    model = known(FAMILIES[name], tmp_path)
+    (product,) = (p.numel() for key, p in model.outline.named_parameters() if key.endswith(f"0.{last}"))
+    assert counted(model, 4, 16, precision).spared == pytest.approx(product / model.layers[0].work)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])

@@ -11,7 +11,8 @@ from typing import Any
 import families
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from farflung.memory import modes
 from farflung.memory.copies import Threads
@@ -65,6 +66,16 @@ def applied(model: Any, plan: Sequence[Mode], far: Any, prefetch: int = 100_000,
 def plans_of(layers: int) -> list[list[Mode]]:
     draw = random.Random(0)
     return [[mode] * layers for mode in MODES] + [draw.choices(MODES, k=layers) for _ in range(20)]
+
+
+def test_what_is_computed_again_ends_with_the_last_that_the_backward_pass_needs() -> None:
+    layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    entering = torch.ones(4, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        # The second product's result is not needed to find the gradient.
+        again = modes.again(layer, counter.get_total_flops, lambda: layer(entering).sum().backward())
+    assert again == 2 * 4 * 8 * 32
+    assert layer(entering).shape == (4, 8) and entering.grad is not None
 
 
 @pytest.mark.slow

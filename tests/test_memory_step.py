@@ -18,8 +18,9 @@ NOTHING = LayerCost(0, 0, 0, 0, 0, 0, 0, 0, 0)
 def random_cost(draw: random.Random) -> LayerCost:
     """Whole numbers; bytes take whole seconds at 1 or 2 of them a second."""
     inputs = 2 * draw.randint(1, 4)
+    forward = draw.randint(1, 9)
     return LayerCost(
-        forward_s=draw.randint(1, 9),
+        forward_s=forward,
         backward_s=draw.randint(1, 18),
         saved_bytes=inputs + 2 * draw.randint(1, 12),
         input_bytes=inputs,
@@ -29,6 +30,7 @@ def random_cost(draw: random.Random) -> LayerCost:
         near_step_s=draw.randint(1, 3),
         far_step_s=draw.randint(1, 20),
         step_bytes=2 * draw.randint(0, 20),
+        spared_s=draw.randint(0, forward - 1),
     )
 
 
@@ -70,6 +72,8 @@ def step_of(profile: Profile, mode: Mode, state: State = "near", prefetch: int =
 def test_what_is_kept_takes_its_time_and_memory_and_what_is_computed_again_its_forward_twice() -> None:
     assert step_of(alike(), "keep") == Step(COUNT * 6, COUNT * 100)
     assert step_of(alike(), "recompute") == Step(COUNT * 8, COUNT * 10 + 90)
+    spared = replace(LAYER, spared_s=0.5)
+    assert step_of(replace(alike(), layers=(spared,) * COUNT), "recompute").seconds == COUNT * 7.5
 
 
 def test_what_is_moved_is_bound_by_copies_or_by_computing() -> None:

@@ -47,6 +47,7 @@ def unlike(draw: random.Random, state: int) -> LayerCost:
         moment_bytes=2 * weights,
         near_step_s=weights / 400,
         far_step_s=weights / draw.choice([20, 100]),
+        spared_s=forward * draw.uniform(0, 0.4),
     )
 
 
@@ -62,7 +63,7 @@ def fastest(profile: Profile, cap: int, plans: Iterable[Layers], clip: bool) -> 
     computing = sum(cost.forward_s + cost.backward_s for cost in profile.layers)
     for plan in plans:
         pairs = list(zip(profile.layers, plan, strict=True))
-        again = sum(cost.forward_s for cost, layer in pairs if layer.mode.startswith("recompute"))
+        again = sum(cost.again_s for cost, layer in pairs if layer.mode.startswith("recompute"))
         if computing + again >= best:
             continue
         stay = sum(cost.saved_bytes for cost, layer in pairs if layer.mode == "keep")

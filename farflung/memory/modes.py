@@ -227,6 +227,28 @@ def forward_of(layer: nn.Module, compiled: bool) -> Callable[..., Any]:
     return torch.compile(forward, dynamic=False) if compiled else forward
 
 
+def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], None]) -> float:
+    """What some meter says of a layer's forward pass when it is computed again, in passes forward and back.
+
+    That ends as soon as the backward pass has what it needs.
+    """
+    forward, taken = layer.forward, []
+
+    def metered(*args: Any, **given: Any) -> Any:
+        began = meter()
+        try:
+            return forward(*args, **given)
+        finally:  # which an error leaves once there is enough
+            taken.append(meter() - began)
+
+    layer.forward = lambda *args, **given: _recompute(metered, args, given)
+    try:
+        passes()
+    finally:
+        layer.forward = forward
+    return sum(taken[1:])
+
+
 def undo(layers: Sequence[nn.Module]) -> None:
     """Lets layers compute as their classes say."""
     for layer in layers:

@@ -58,6 +58,8 @@ class LayerCost:
         weight_bytes, gradient_bytes, moment_bytes: of its parameters.
         near_step_s, far_step_s: the optimizer's step of its parameters on the device, and on the host.
         step_bytes: what that step holds meanwhile, beside what the device holds at all times.
+        spared_s: what of the forward pass is spared when it is computed again, which ends as soon as the backward pass
+            has what it needs.
     """
 
     forward_s: float
@@ -70,6 +72,12 @@ class LayerCost:
     near_step_s: float
     far_step_s: float
     step_bytes: int = 0
+    spared_s: float = 0.0
+
+    @property
+    def again_s(self) -> float:
+        """Computing the forward pass again."""
+        return self.forward_s - self.spared_s
 
 
 NOTHING = LayerCost(0.0, 0.0, 0, 0, 0, 0, 0, 0.0, 0.0)
@@ -115,7 +123,10 @@ def worst(profiles: Sequence[Profile]) -> Profile:
     """
 
     def most(costs: Iterable[LayerCost]) -> LayerCost:
-        return LayerCost(*map(max, zip(*map(dataclasses.astuple, costs), strict=True)))
+        costs = list(costs)
+        slowest = LayerCost(*map(max, zip(*map(dataclasses.astuple, costs), strict=True)))
+        again_s = max(cost.again_s for cost in costs)
+        return dataclasses.replace(slowest, spared_s=slowest.forward_s - again_s)
 
     return dataclasses.replace(
         profiles[0],

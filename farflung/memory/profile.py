@@ -221,14 +221,16 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
         with saved:
             backward(forward())
     forward_s, backward_s = _timed(forward, backward, model.device)
-    if model.compiled:
-        modes.undo([layer])
+    now = partial(_now, model.device)
+    again_s = min(modes.again(layer, now, lambda: backward(forward())) for _ in range(TIMES))
+    modes.undo([layer])
     state = _state(model, model.named(layer))
     # Muon brings matrices together of which processes have rows.
     state["step_bytes"] += _stepping(model.make, model.together(layer), model.device)[2]
     weights, whole = bytes_of(own_of(p) for p in layer.parameters()), whole_bytes(layer)
     if whole and passes > 1:  # gradients are summed up before they are shared out
         state["gradient_bytes"] = whole
+    state["spared_s"] = forward_s - again_s
     cost = LayerCost(forward_s, backward_s, saved.bytes, entering.untyped_storage().nbytes(), weights, **state)
     gathers = whole * (1 + AHEAD * (model.device.type == "cuda"))
     return Measured(cost, working + gathers)

@@ -142,7 +142,7 @@ class _Trials:
         compute += part * (profile.before.near_step_s + profile.head.near_step_s)
         out = back = host = 0.0
         for cost, layer in zip(profile.layers, layers, strict=True):
-            compute += cost.forward_s * (layer.mode in ("recompute", "recompute-moved"))
+            compute += cost.again_s * (layer.mode in ("recompute", "recompute-moved"))
             moved = {"move": cost.saved_bytes, "recompute-moved": cost.input_bytes}.get(layer.mode, 0)
             near = layer.state in ("near", "moments-far")
             moments = part * cost.moment_bytes * (layer.state == "moments-far")

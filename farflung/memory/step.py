@@ -150,7 +150,7 @@ class _Building:
         again = layer.mode in ("recompute", "recompute-moved")
         task = _Task(
             COMPUTE,
-            cost.backward_s + again * cost.forward_s,
+            cost.backward_s + again * cost.again_s,
             takes=again * (cost.saved_bytes - cost.input_bytes),
             gives=cost.saved_bytes,
             allocates=cost.gradient_bytes * (not self._accumulates(layer)),

@@ -133,6 +133,7 @@ class Stage:
         sequences = sequences_of(island)
         self._tokens, self._in_flight = sequences * self._length, island.in_flight(number)
         saved = counted(model, sequences, self._length, island.precision)
+        self._spared = saved.spared
         # A processor is its own host; blocks of gradients, and what is dealt out, may have to be on the device.
         near = worker.device == "cpu" or method.outer is None or bool(method.dealing)
         rounds = kept_bytes(method, model.stage_cells(span), in_blocks=not island.divided) / island.shard
@@ -170,7 +171,8 @@ class Stage:
 
     def _layer(self, number: int, saved_bytes: int, input_bytes: int) -> LayerCost:
         cost = self._cost(self._model.layers[number], self._forward_s(number, last=False), saved_bytes, layer=True)
-        cost = replace(cost, input_bytes=min(saved_bytes, input_bytes))
+        spared_s = self._spared * 2 * self._model.layers[number].work * self._tokens / self._worker.flops
+        cost = replace(cost, input_bytes=min(saved_bytes, input_bytes), spared_s=spared_s)
         rate = self._worker.host_bytes
         return through_files(cost, rate, rate) if self._worker.device == "cpu" else cost
 

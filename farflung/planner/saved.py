@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from farflung.memory.measure import Held, storage_id, tensors_in
+from farflung.memory.modes import again
 from farflung.planner.architecture import Architecture, modules_of
 from farflung.workloads import models
 
@@ -30,11 +33,13 @@ class Counted:
         layers: what each saves.
         input: that alone, which all save, too.
         working: what the layer that saves most holds at most, in either pass, besides what it saves.
+        spared: the part of that layer's products with weights that computing it again does without.
     """
 
     layers: tuple[int, ...]
     input: int
     working: int
+    spared: float
 
 
 def counted(model: Architecture, sequences: int, length: int, precision: str) -> Counted:
@@ -44,14 +49,14 @@ def counted(model: Architecture, sequences: int, length: int, precision: str) ->
     if found is None:
         numbers = sequences * length * model.hidden
         try:
-            layers, working = _layers(model.outline, sequences, length, precision)
+            layers, working, spared = _layers(model.outline, sequences, length, precision)
         except (RuntimeError, IndexError):  # experts, or a layer that is called with names alone
-            layers, working = (numbers * AS_LLAMA[precision],) * len(model.layers), 0
-        found = model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize, working)
+            layers, working, spared = (numbers * AS_LLAMA[precision],) * len(model.layers), 0, 0.0
+        found = model.saved[shape] = Counted(layers, numbers * torch.float32.itemsize, working, spared)
     return found
 
 
-def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[tuple[int, ...], int]:
+def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[tuple[int, ...], int, float]:
     model = copy.deepcopy(outline)
     with _silent(), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
@@ -69,18 +74,28 @@ def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[
                 models.sequence_loss(model, tokens)
             saved = tuple(counting.bytes)
             number = saved.index(max(saved))
-            held = _held(layers[number], *counting.calls[number])
-    return saved, max(held - max(saved), 0)
+            passes = partial(_passes, layers[number], *counting.calls[number])
+            with Held() as held:
+                passes()
+            spared = _spared(layers[number], passes)
+    return saved, max(held.most - max(saved), 0), spared
 
 
-def _held(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> int:
-    """The most bytes that a layer's forward and backward pass hold."""
-    entering = args[0].detach().requires_grad_()
-    with Held() as held:
-        leaving = tensors_in(layer(entering, *args[1:], **given))[0]
-        torch.autograd.grad(leaving, [entering, *layer.parameters()], torch.ones_like(leaving), allow_unused=True)
-    most: int = held.most
-    return most
+def _passes(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """A layer's forward and backward pass."""
+    leaving = tensors_in(layer(args[0].detach().requires_grad_(), *args[1:], **given))[0]
+    leaving.backward(torch.ones_like(leaving))
+
+
+def _spared(layer: Any, passes: Callable[[], None]) -> float:
+    """The part of a layer's products with weights that computing it again does without.
+
+    Those of its backward pass are two forward passes'; attention is not counted on processors.
+    """
+    with FlopCounterMode(display=False) as counter:
+        repeated = again(layer, counter.get_total_flops, passes)
+        forward: float = (counter.get_total_flops() - repeated) / 3
+    return 1 - repeated / forward
 
 
 class _Counting(saved_tensors_hooks):
