@@ -49,7 +49,8 @@ def files_below(folder: Path) -> Iterator[Path]:
 
     Links to folders are not followed.
 
-    Raises UserError for a folder that cannot be read: it would be left out, and nobody would see it.
+    Raises UserError for a folder that cannot be read, and for a link to nothing: it would be left out, and nobody
+    would see it.
     """
 
     def refuse(error: OSError) -> None:
@@ -59,10 +60,17 @@ def files_below(folder: Path) -> Iterator[Path]:
     try:
         for where, folders, names in os.walk(folder, onerror=refuse):
             folders[:] = [name for name in folders if not written_by_farflung(Path(where, name))]
-            yield from (path for name in names if (path := Path(where, name)).is_file())
+            yield from (path for name in names if is_data(path := Path(where, name)))
     except OSError as error:
         remedy = "let this user read it, or give data that is without it"
         raise UserError(f"data {folder}: {error.filename}: {error.strerror}; {remedy}") from error
+
+
+def is_data(path: Path) -> bool:
+    """Whether a path is a file. Raises UserError for a link to nothing, see `files_below`."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"data {path}: this is a link to nothing; mend it, or give data that is without it")
+    return path.is_file()
 
 
 def holds_no_run(folder: Path, fault: str) -> str:

@@ -440,6 +440,16 @@ def test_data_without_a_name_is_not_all_that_lies_here(
         next(documents(data, "text"))
 
 
+@pytest.mark.parametrize("what", ["", "*.txt", "**/*.txt"])
+def test_a_link_to_nothing_is_told(what: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"b\.txt: this is a link to nothing; mend it, or"):
+        list(documents(str(tmp_path / what), "text"))
+    (tmp_path / "gone").write_text("b")
+    assert list(documents(str(tmp_path / what), "text"))[:2] == ["a", "b"]
+
+
 def test_links_that_lead_round_are_told(tmp_path: Path) -> None:
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "a.txt").write_text("a")

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from farflung.errors import UserError
-from farflung.files import files_below, written_by_farflung
+from farflung.files import files_below, is_data, written_by_farflung
 from farflung.scoped import quiet
 from farflung.workloads import far
 from farflung.workloads.lost import Lost
@@ -207,7 +207,7 @@ def _matching(data: str) -> list[Path]:
 def _globbed(pattern: str) -> Iterator[Path]:
     """The files that a glob names.
 
-    Raises UserError for a link that leads round, which would be followed again and again.
+    Raises UserError for a link that leads round, which would be followed again and again, or to nothing.
     """
     root = len(Path(pattern.partition("**")[0]).parts)
     for path in map(Path, glob.iglob(pattern, recursive=True)):
@@ -215,7 +215,7 @@ def _globbed(pattern: str) -> Iterator[Path]:
         if len({*folders}) < len(folders):
             narrower = "give the folder itself, whose links are not followed, or a narrower glob"
             raise UserError(f"data {pattern!r}: {path} goes round, by a link to a folder above it; {narrower}")
-        if path.is_file():
+        if is_data(path):
             yield path
 
 
