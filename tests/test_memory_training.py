@@ -104,6 +104,8 @@ def test_a_model_whose_layers_cannot_be_told_apart_is_told_in_a_line() -> None:
         return WholeIsland(settings.island, workload, model, cast(Any, None), cast(Any, None), 0, CPU)
 
     assert len(layers_of(island(language))) == model.config.num_hidden_layers
+    again = SimpleNamespace(layers=lambda model: 2 * list(language.layers(model)))  # each called twice
+    assert layers_of(island(again)) == layers_of(island(language))
     model.model.beside = nn.Linear(2, 2)  # before the layers, or after them?
     for workload in (language, SimpleNamespace()):
         with pytest.raises(UserError, match=r"layers of Llama.* cannot be told apart .*; leave out --memory"):

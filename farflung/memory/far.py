@@ -126,7 +126,9 @@ MakeHome = Callable[[Tensor], Home]
 
 
 def home_in(folder: Path, like: Tensor) -> Home:
-    """A home whose values lie in a file without a name. Raises UserError."""
+    """A home whose values, if it has any, lie in a file without a name. Raises UserError."""
+    if not like.nbytes:
+        return Home(torch.empty_like(like, device="cpu"), lambda: None)
     with disk_errors(f"write to {folder}", REMEDY), tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, like.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,20 +206,30 @@ class Fitted:
         for state in reversed(self._states):
             state.undo()
         self._states, self.updates = [], None
-        model = self._model
+        model, owned = self._model, _each_once(map(self._model.named, self._model.layers))
 
-        def having(*states: State) -> list[nn.Module]:
-            return [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state in states]
+        def having(*states: State) -> list[dict[str, nn.Parameter]]:
+            return [named for named, plan in zip(owned, plans, strict=True) if plan.state in states]
 
         home, copies = self._home, copies_of(model.device, HostMemory(model.device.type == "cuda"))
-        weights = FarWeights(having("weights-far"), home)
+        away = [layer for layer, plan in zip(model.layers, plans, strict=True) if plan.state == "weights-far"]
+        weights = FarWeights(away, home)
         if far := having("optimizer-far", "weights-far"):
-            named = [*map(model.named, far)]
-            self.updates = FarUpdates(self._optimizer, model.make, named, home, copies, weights.homes)
+            self.updates = FarUpdates(self._optimizer, model.make, far, home, copies, weights.homes)
             self._states += [weights, self.updates]
         if far := having("moments-far"):
             room = limit // 2 if model.device.type == "cpu" else limit  # a file's pages are near, too, while copied
-            self._states.append(FarMoments(self._optimizer, model.make, [*map(model.named, far)], home, copies, room))
+            self._states.append(FarMoments(self._optimizer, model.make, far, home, copies, room))
+
+
+def _each_once(layers: Iterable[Mapping[str, nn.Parameter]]) -> list[dict[str, nn.Parameter]]:
+    """Layers' parameters; one that several layers share is the first one's."""
+    owned: list[dict[str, nn.Parameter]] = []
+    known: set[nn.Parameter] = set()
+    for named in layers:
+        owned.append({name: parameter for name, parameter in named.items() if parameter not in known})
+        known.update(named.values())
+    return owned
 
 
 def choices_of(device: str, folder: bool, near_gradients: bool) -> tuple[tuple[Mode, ...], tuple[State, ...]]:

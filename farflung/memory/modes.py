@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from farflung.memory.buffers import Found
 from farflung.memory.copies import Arrival, Copies
 from farflung.memory.measure import staying, tensors_in
 from farflung.memory.plan import LayerCost, LayerPlan, Mode
@@ -181,12 +182,12 @@ def _unpack(packed: Tensor | View) -> Tensor:
     return empty.set_(storage, packed.offset, packed.shape, packed.stride)
 
 
-def _keep(forward: Callable[..., Any], args: Any, given: Any) -> Any:
+def _keep(_: nn.Module, forward: Callable[..., Any], args: Any, given: Any) -> Any:
     return forward(*args, **given)
 
 
-def _recompute(forward: Callable[..., Any], args: Any, given: Any) -> Any:
-    return checkpoint(partial(forward, **given), *args, use_reentrant=False)
+def _recompute(layer: nn.Module, forward: Callable[..., Any], args: Any, given: Any) -> Any:
+    return checkpoint(partial(forward, **given), *args, use_reentrant=False, context_fn=Found(layer).contexts)
 
 
 FORWARD: dict[Mode, tuple[Callable[..., Any], bool]] = {
@@ -241,7 +242,7 @@ def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], Non
         finally:  # which an error leaves once there is enough
             taken.append(meter() - began)
 
-    layer.forward = lambda *args, **given: _recompute(metered, args, given)
+    layer.forward = lambda *args, **given: _recompute(layer, metered, args, given)
     try:
         passes()
     finally:
@@ -274,7 +275,7 @@ def _forward(
     compute, moves = FORWARD[mode]
     hooks = mover.moving(call, layer, (args[1:], given)) if moves else contextlib.nullcontext()
     with _casting_anew(), hooks:
-        output = compute(forward, args, given)
+        output = compute(layer, forward, args, given)
     leaving = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
     if leaving is not None:
         leaving.register_hook(partial(mover.backward_begins, call))

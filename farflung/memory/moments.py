@@ -127,7 +127,8 @@ class FarMoments:
         for group in part.optimizer.param_groups:
             group["lr"] = self._optimizer.param_groups[0]["lr"]
         for parameter in part.named.values():
-            part.optimizer.state[parameter] = self._optimizer.state[parameter]
+            if parameter.grad is not None or parameter in self._optimizer.state:
+                part.optimizer.state[parameter] = self._optimizer.state[parameter]
 
     def _come(self, part: Part) -> None:
         """Begins to bring a part's moments near, where there is room; those of a checkpoint may be near."""

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from farflung.hooks.layouts import is_sharded
 from farflung.hooks.shards import gathered, own_of
 from farflung.memory import modes
+from farflung.memory.buffers import buffers_of, having
+from farflung.memory.calls import Seen, calls_of, kind_of
 from farflung.memory.copies import Copies
 from farflung.memory.measure import Held, Saved, bytes_of, staying, tensors_in
 from farflung.memory.plan import LayerCost, Profile
@@ -84,31 +87,22 @@ class Model:
         return {name: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for name, p in own if name}
 
 
-@dataclass
-class Seen:
-    """A layer's call as the model makes it."""
-
-    args: tuple[Any, ...]
-    given: dict[str, Any]
-    output: Any
-    autocast: dict[str, Any]
-
-
 def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
     """What a model's step takes: one of its `passes` forward and backward, and the optimizer's step.
 
     Of what the device holds all the time, beside weights, gradients and moments, only what a layer computes with counts
-    in. It computes gradients of its own, and leaves weights, gradients and random numbers as they are.
+    in. It computes gradients of its own, and leaves weights, buffers, gradients and random numbers as they are. Raises
+    UserError for layers that cannot be measured alone.
     """
-    with torch.random.fork_rng(), _without_gradients(model.root):
-        seen = _calls(model)
-        kinds = {key: number for number, key in reversed([*enumerate(map(_kind, model.layers, seen))])}
+    with torch.random.fork_rng(), _without_gradients(model.root), having(buffers_of(model.root)):
+        seen = calls_of(model.layers, model.loss, model.device)
+        kinds = {key: number for number, key in reversed([*enumerate(map(kind_of, model.layers, seen))])}
         measured = {key: _layer(model, model.layers[number], seen[number], passes) for key, number in kinds.items()}
         # What is in no layer is whole from pass to pass, and so are its gradients.
         outside = whole_bytes(model.root) - sum(map(whole_bytes, model.layers))
         working = 2 * outside + max(one.working for one in measured.values())
         first, last = _ends(model, seen, working)
-    costs = [measured[_kind(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
+    costs = [measured[kind_of(layer, one)].cost for layer, one in zip(model.layers, seen, strict=True)]
     first, *costs = (replace(cost, step_bytes=max(cost.step_bytes - working, 0)) for cost in (first, *costs))
     out_s, in_s = _speeds(copies, model.device)
     if model.device.type == "cpu":  # whose far state comes from files, and goes there
@@ -155,45 +149,6 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
 
 
-def _calls(model: Model) -> list[Seen]:
-    """How each layer is called; of the tensors, those of equal shapes are shared, as none of their values counts."""
-    found: dict[int, Seen] = {}
-    alike: dict[Any, Tensor] = {}
-
-    def note(number: int, _: nn.Module, args: Any, given: Any, output: Any) -> None:
-        kind = model.device.type
-        dtype = torch.get_autocast_dtype(kind)
-        autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": dtype, "cache_enabled": False}
-        entering, *rest = args
-        shape = (entering.shape, entering.dtype)
-        found[number] = Seen((alike.setdefault(shape, entering.detach()), *rest), given, output, autocast)
-        found[number].output = _emptied(output)
-
-    handles = [
-        layer.register_forward_hook(partial(note, number), with_kwargs=True)
-        for number, layer in enumerate(model.layers)
-    ]
-    try:
-        with torch.no_grad():
-            model.loss()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [found[number] for number in range(len(model.layers))]
-
-
-def _emptied(output: Any) -> Any:
-    """What a layer returns, with None in the place of its hidden states."""
-    return (None, *output[1:]) if isinstance(output, tuple) else None
-
-
-def _kind(layer: nn.Module, seen: Seen) -> Any:
-    """What tells layers apart that take unlike time or memory."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    given = tuple((name, getattr(value, "shape", None)) for name, value in seen.given.items())
-    return type(layer), getattr(layer, "attention_type", None), shapes, seen.args[0].shape, given
-
-
 def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     entering = seen.args[0].detach().requires_grad_()
@@ -230,8 +185,9 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     weights, whole = bytes_of(own_of(p) for p in layer.parameters()), whole_bytes(layer)
     if whole and passes > 1:  # gradients are summed up before they are shared out
         state["gradient_bytes"] = whole
-    state["spared_s"] = forward_s - again_s
-    cost = LayerCost(forward_s, backward_s, saved.bytes, entering.untyped_storage().nbytes(), weights, **state)
+    times, entered = seen.times, entering.untyped_storage().nbytes()
+    state["spared_s"] = times * (forward_s - again_s)
+    cost = LayerCost(times * forward_s, times * backward_s, times * saved.bytes, times * entered, weights, **state)
     gathers = whole * (1 + AHEAD * (model.device.type == "cuda"))
     return Measured(cost, working + gathers)
 
@@ -312,10 +268,10 @@ def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, 
     """What lies before the layers, and after them: measured as if there were no layers between."""
     layered = {name for layer in model.layers for name in model.own(layer)}
     others = {name: p for name, p in model.whole.named_parameters() if name not in layered}
-    _marked(model, seen, Held())  # once to warm up, which tells of the most that is held
+    aside = _wants_more(model, seen)
     with Held() as held:
-        _marked(model, seen, held)
-    marks = _marked(model, seen, None)
+        _marked(model, seen, aside)
+    marks = _marked(model, seen, aside)
     forward, backward = marks.between("begin", "first"), marks.between("entered", "end")
     state = _state(model, {name: p for name, p in others.items() if p.requires_grad}, SLICE)
     weights = bytes_of(own_of(p) for p in others.values())
@@ -327,13 +283,26 @@ def _ends(model: Model, seen: Sequence[Seen], working: int) -> tuple[LayerCost, 
     return before, replace(none, forward_s=head_forward[0], backward_s=head_backward[0], saved_bytes=saved)
 
 
-def _marked(model: Model, seen: Sequence[Seen], held: Held | None) -> Marks:
-    """A forward and backward pass in which layers pass on what enters them."""
+def _wants_more(model: Model, seen: Sequence[Seen]) -> bool:
+    """Warms up, and finds out whether the loss takes more from layers than what they return, such as routers' loads."""
+    try:
+        _marked(model, seen, aside=False)
+    except Exception:
+        _marked(model, seen, aside=True)
+        return True
+    return False
+
+
+def _marked(model: Model, seen: Sequence[Seen], aside: bool) -> Marks:
+    """A forward and backward pass in which layers pass on what enters them; with `aside` they compute besides."""
     with gathered(model.root):
         saved = Saved(staying(model.root, ()))
     marks, last = Marks(model.device, saved), len(model.layers) - 1
 
-    def passing(number: int, entering: Tensor, *_: Any, **__: Any) -> Any:
+    def passing(number: int, forward: Callable[..., Any], entering: Tensor, *args: Any, **given: Any) -> Any:
+        if aside:
+            with torch.no_grad(), _disable_current_modes():
+                forward(entering, *args, **given)
         if number == 0:
             marks.note("first")
             if not entering.requires_grad:
@@ -342,23 +311,24 @@ def _marked(model: Model, seen: Sequence[Seen], held: Held | None) -> Marks:
         if number == last:
             marks.note("last")
             entering = entering * 1.0  # so that its gradient is told apart
-            entering.register_hook(partial(marks.note, "left"))
+            if entering.requires_grad:
+                entering.register_hook(partial(marks.note, "left"))
         elif entering._is_view():  # of which FSDP2 warns
             entering = entering * 1.0
-        output = seen[number].output
-        return (entering, *output[1:]) if isinstance(output, tuple) else entering
+        return seen[number].returned(entering)
 
     forwards = [vars(layer).get("forward") for layer in model.layers]
     for number, layer in enumerate(model.layers):
-        layer.forward = partial(passing, number)
+        layer.forward = partial(passing, number, layer.forward)
     try:
         with saved:
             marks.note("begin")
             loss = model.loss()
-            marks.note("loss")
+            for moment in ("first", "last", "loss"):  # where some layers were left out
+                marks.note(moment)
         loss.backward()
-        marks.note("entered")  # where nothing before the layers is trained
-        marks.note("end")
+        for moment in ("left", "entered", "end"):  # where nothing before the layers is trained
+            marks.note(moment)
     finally:
         for layer, forward in zip(model.layers, forwards, strict=True):
             vars(layer).pop("forward")

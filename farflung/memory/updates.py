@@ -129,7 +129,7 @@ class FarUpdates:
         if not norms:
             return
         ordered = [norms[parameter] for parameter in parameters if parameter in norms]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(ordered[0].device) for norm in ordered]))
+        total = nn.utils.get_total_norm(ordered)  # which takes those of one dtype together, as it does gradients
         nn.utils.clip_grads_with_norm_(parameters, most, total)
         factor = torch.clamp(most / (total + 1e-6), max=1.0).cpu()
         for part in self._parts:
@@ -211,7 +211,8 @@ class FarUpdates:
         for group in part.optimizer.param_groups:
             group["lr"] = self._optimizer.param_groups[0]["lr"]
         for parameter, own in part.own.items():
-            part.optimizer.state[own] = self._optimizer.state[parameter]  # which a checkpoint may have replaced
+            if parameter in part.norms or parameter in self._optimizer.state:  # which a checkpoint may have replaced
+                part.optimizer.state[own] = self._optimizer.state[parameter]
             if own is not parameter:
                 own.copy_(parameter)  # which a round may have changed
             if parameter in part.norms:
@@ -239,7 +240,7 @@ class FarUpdates:
 
     def _moments(self, part: Stepped) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         for parameter in part.own:
-            for key, value in [*self._optimizer.state[parameter].items()]:
+            for key, value in [*self._optimizer.state.get(parameter, {}).items()]:
                 if isinstance(value, Tensor):
                     yield parameter, key, value
 
@@ -257,6 +258,8 @@ class FarWeights:
         for layer in layers:
             parameters = list(layer.parameters())
             for parameter in parameters:
+                if parameter in self.homes:  # which layers share
+                    continue
                 self.homes[parameter] = home(parameter.data)
                 self.homes[parameter].tensor.copy_(parameter.data)
                 parameter.data = self.homes[parameter].tensor

@@ -78,9 +78,9 @@ def host_is_planned(settings: IslandSettings, device: torch.device) -> bool:
 
 
 def layers_of(island: Fittable) -> list[nn.Module]:
-    """A process's layers, which are fitted one by one. Raises UserError where they cannot be told apart."""
+    """A process's layers, each once, which are fitted one by one. Raises UserError where they cannot be told apart."""
     if found := island.layers():
-        return found
+        return [*dict.fromkeys(found)]
     raise UserError(f"the layers of {type(island.model).__name__} cannot be told apart to fit them; leave out --memory")
 
 
