@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,8 +133,15 @@ class Muon(torch.optim.Optimizer):
         _fill_in(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See Optimizer."""
+        """See Optimizer. Raises UserError for what is no matrix."""
         super().add_param_group(param_group)
+        for name, parameter in next(_named_by_group(self.param_groups[-1:]))[1].items():
+            if parameter.ndim != 2:
+                self.param_groups.pop()
+                raise UserError(
+                    f"Muon is for matrices, but parameter {name} has {parameter.ndim} dimensions; give it to another "
+                    "optimizer, or all of them to MuonAdamW"
+                )
         self.wholes = None
 
     @torch.no_grad()
@@ -162,11 +170,18 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _portions(self, everything: Mapping[str, nn.Parameter]) -> list[list[str]]:
-        """The names of matrices that are worked on together: what that takes besides is then little."""
+        """The names of matrices that are worked on together: what that takes besides is then little.
+
+        On processors they are of one layer, which so steps as it does alone, to the bit: rounding depends on how many
+        matrices there are.
+        """
         if self.wholes:
             return self.wholes.portions(TOGETHER)
-        alike = sorted(everything, key=lambda name: sorted(everything[name].shape))
-        return portions({name: everything[name].numel() for name in alike}, TOGETHER)
+        layers: dict[str, list[str]] = {}
+        for name, parameter in everything.items():
+            layers.setdefault(_layer_of(name) if parameter.device.type == "cpu" else "", []).append(name)
+        alike = (sorted(names, key=lambda name: sorted(everything[name].shape)) for names in layers.values())
+        return [one for names in alike for one in portions({n: everything[n].numel() for n in names}, TOGETHER)]
 
     def _means(self, group: dict[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """The gradients' means, as Nesterov's momentum looks ahead if it does, of this process's rows."""
@@ -234,10 +249,20 @@ def _fill_in(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def _named_by_group(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, nn.Parameter]]]:
-    """Groups with their parameters by name, or by number where they were given without."""
-    numbers = map(str, itertools.count())
+    """Groups with their parameters by name, or by number where they were given without; no name comes twice."""
+    numbers, known = map(str, itertools.count()), set[str]()
     for group in groups:
-        yield group, dict(zip(group.get("param_names") or numbers, group["params"], strict=False))
+        named: dict[str, nn.Parameter] = {}
+        for name, parameter in zip(group.get("param_names") or numbers, group["params"], strict=False):
+            named[name if name not in known else f"{name} of {len(known)}"] = parameter
+            known.update(named)
+        yield group, named
+
+
+def _layer_of(name: str) -> str:
+    """A parameter's name up to the number of its layer, if it has one."""
+    found = re.match(r"(?:[^.]*\.)*?\d+\.", name)
+    return found[0] if found else ""
 
 
 def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:

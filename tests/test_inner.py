@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,49 @@ def test_matrices_of_many_shapes_step_as_each_does_alone(monkeypatch: pytest.Mon
     for one, other in zip(together, alone, strict=True):
         assert (one - 1).abs().min() > 0
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layers_matrices_step_with_all_others_as_alone_bit_for_bit(restored_threads: None) -> None:
+    """One of each has a shape that no other one of its layer has: alone, threads had divided it otherwise."""
+    torch.set_num_threads(2)
+    shapes = {f"h.{n}.{name}": shape for n in range(3) for name, shape in (("a", (64, 64)), ("b", (64, 128)))}
+    together, alone = ({n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()} for _ in range(2))
+    layers = [[(n, p) for n, p in alone.items() if n.startswith(f"h.{number}.")] for number in range(3)]
+    optimizers = [Muon(together.items(), lr=0.1), *(Muon(layer, lr=0.1) for layer in layers)]
+    for name, one in together.items():
+        one.grad = torch.randn(one.shape)
+        alone[name].grad = one.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(one, alone[name]) for name, one in together.items())
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_muon_takes_one_name_for_several_matrices() -> None:
+    """As of two models with one optimizer: both had stepped along the last one's gradient."""
+    gradients = torch.randn(2, 3, 4)
+    together, alone = ([nn.Parameter(torch.ones(3, 4)) for _ in range(2)] for _ in range(2))
+    groups: list[dict[str, Any]] = [{"params": [("weight", one)]} for one in together]
+    for one, other, gradient in zip(together, alone, gradients, strict=True):
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+        Muon([other], lr=0.1).step()
+    Muon(groups, lr=0.1).step()
+    assert all(map(torch.equal, together, alone))
+
+
+def test_muon_refuses_what_is_no_matrix() -> None:
+    matrix, others = nn.Parameter(torch.ones(2, 2)), [nn.Parameter(torch.ones(shape)) for shape in ((2,), (2, 2, 2))]
+    optimizer = Muon([("matrix", matrix)])
+    for other in others:
+        with pytest.raises(UserError, match=r"Muon is for matrices, but parameter .* has . dimensions; give it to"):
+            optimizer.add_param_group({"params": [("kernel", other)]})
+    assert [group["params"] for group in optimizer.param_groups] == [[matrix]]
 
 
 def test_muons_step_holds_little_beside_weights_gradients_and_momenta(monkeypatch: pytest.MonkeyPatch) -> None:
