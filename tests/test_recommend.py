@@ -13,6 +13,7 @@ import pytest
 from bench.lib import recommended
 from farflung.errors import UserError
 from farflung.planner import recommend as room
+from farflung.planner.lengths import Gap, Lengths
 from farflung.planner.options import RecommendOptions
 from farflung.planner.recommend import growth_of, measured, recommend, told
 from farflung.settings import Settings
@@ -31,8 +32,52 @@ def test_gaps_are_those_of_the_page_of_evidence() -> None:
     best = next(row for row in measured()["rows"] if row["settings"].get("every_final"))
     (line,) = re.findall(r"\| \+ rounds that grow rarer, or more frequent \|.*", page)
     assert f"+{mean(best['gaps']):.1f} ±" in line.split("|")[5]
-    for row in measured()["rows"]:
+    for row in measured()["rows"] + measured()["longer"]:
         assert f"\n## {row['table']}\n" in page
+
+
+def row_of(**gaps: list[float]) -> dict[str, Any]:
+    return {"gaps": {length.removeprefix("at_"): values for length, values in gaps.items()}}
+
+
+FOUR_TIMES_AS_LONG = row_of(at_100=[9.0, 11.0], at_400=[4.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "middle"),
+    [(1, 0.10), (100, 0.10), (200, 0.075), (400, 0.05), (1600, 0.05)],
+    ids=["shorter", "the shortest", "half the way of logarithms", "the longest", "longer"],
+)
+def test_a_gap_between_two_lengths_is_on_a_line_of_logarithms_and_beyond_them_that_of_the_nearest(
+    steps: int, middle: float
+) -> None:
+    gap, spread = Lengths([FOUR_TIMES_AS_LONG], steps).gap(FOUR_TIMES_AS_LONG), 2 * 2**0.5 / 100
+    assert gap.middle == pytest.approx(middle) and gap.most == pytest.approx(middle + spread)
+    # Four times as long, a power law through 10 and 5 has halved it again.
+    assert gap.least == pytest.approx((middle - spread) * (0.5 if steps == 1600 else 1))
+
+
+def test_a_gap_that_has_closed_altogether_is_not_logged() -> None:
+    row = row_of(at_100=[9.0, 11.0], at_400=[-1.0, 1.0])
+    assert Lengths([row], 1600).gap(row).middle == 0
+    assert Lengths([row], 1600).closing([row]) == [0]
+
+
+def test_a_row_of_one_length_closes_as_any_of_those_of_several() -> None:
+    rows = [FOUR_TIMES_AS_LONG, row_of(at_100=[20.0, 20.0], at_400=[18.0, 18.0])]
+    closing = Lengths(rows, 400).closing(rows)
+    assert closing == pytest.approx([0.5, 0.9])
+    gap = Gap(0.2, 0.1, 0.3).times(closing)
+    assert (gap.middle, gap.least, gap.most) == pytest.approx((0.14, 0.05, 0.27))
+
+
+def test_longer_runs_promise_smaller_gaps_and_say_how_they_are_known() -> None:
+    known = [recommend(options(steps=steps)) for steps in (200, 400, 800, 10**6)]
+    best = [found[0].expected for found in known]
+    assert best == sorted(best, reverse=True) and best[0] > best[2]
+    texts = [told(found, options(steps=steps)) for found, steps in zip(known, (200, 400, 800, 10**6), strict=True)]
+    assert "say yours, --steps 10000" in texts[0] and "No run was longer" not in texts[2]
+    assert "in a run of 1,000,000 steps" in texts[3] and "No run was longer than" in texts[3]
 
 
 def test_gaps_grow_as_those_of_one_method_at_two_distances() -> None:
@@ -64,7 +109,7 @@ def test_what_fits_without_change_has_the_measured_gap() -> None:
 def test_rows_of_which_the_same_gap_is_shown_are_ordered_by_more_than_that_and_it_says_so() -> None:
     chosen = options(link="20mbps", params=1e9)
     candidates = recommend(chosen)
-    assert len({one.expected for one in candidates}) == 1 and len(candidates) > 1
+    assert {one.expected for one in candidates} == {one.most for one in candidates} and len(candidates) > 2
     assert [one.middle for one in candidates] == sorted(one.middle for one in candidates)
     assert "rows that would be more come in the order of how much more" in told(candidates, chosen)
     near = options(link="10gbps", step_ms=5000.0, params=1e5)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.lib.runs import changes
 from bench.lib.store import ROOT, Result, Settings, Store
-from bench.quality import frontier, gap, inner
+from bench.quality import frontier, gap, inner, length
 from farflung.files import write_text
 
 TABLE = ROOT / "farflung" / "planner" / "evidence.json"
@@ -37,7 +37,7 @@ def made() -> dict[str, Any]:
         "steps": options.regime["steps"],
         "replicas": options.regime["replicas"],
         "alone": changes(results["local"], results["ddp"]),
-        "longer": _longer(found),
+        "longer": _longer(),
         "rows": rows,
     }
 
@@ -45,9 +45,10 @@ def made() -> dict[str, Any]:
 def write() -> None:
     """Makes the package's table anew."""
     table = made()
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in table.pop("rows"))
-    rest = "".join(f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in table.items())
-    write_text(TABLE, f'{{{rest}"rows": [\n{rows}\n]}}\n')
+    rows = {key: ",\n".join(f"  {json.dumps(row)}" for row in table.pop(key)) for key in ("longer", "rows")}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
+    text = ",\n".join([*lines, *(f"{json.dumps(key)}: [\n{each}\n]" for key, each in rows.items())])
+    write_text(TABLE, f"{{{text}}}\n")
 
 
 def _row(table: str, settings: Settings, gaps: list[float]) -> dict[str, Any]:
@@ -64,11 +65,13 @@ def _with_modulo(results: dict[str, dict[int, Result]]) -> dict[str, Any]:
     return _row("Loss against bytes", store.chosen["noloco, every 5, modulo4"], [sum(pair) for pair in both])
 
 
-def _longer(found: gap.Found) -> list[dict[str, Any]]:
-    """The gaps of the best row in runs of more steps, by what ddp's learning rate was."""
-    told = []
-    for name, (other, _) in gap.REGIMES.items():
-        if other.get("steps"):
-            ddp, best = (found.of(gap.changed(found.store.chosen[row], other)) for row in ("ddp, Muon", gap.BEST))
-            told.append({"what": name, "steps": other["steps"], "gaps": [round(x, 3) for x in changes(best, ddp)]})
-    return told
+def _longer() -> list[dict[str, Any]]:
+    """The rows of longer runs, with their gaps on several seeds at each length."""
+    store, options = Store("length"), length.Options()
+    found, rows = length.measured(store, options), dict[str, dict[str, Any]]()
+    for (way, steps), results in found.items():
+        gaps = changes(results, found[length.DDP, steps])
+        if way != length.DDP and len(gaps) > 1:
+            row = _row("Longer runs", options.of(way, steps), gaps)
+            rows.setdefault(way, row | {"gaps": {}})["gaps"][str(steps)] = row["gaps"]
+    return list(rows.values())

@@ -32,8 +32,9 @@ WAYS: dict[str, Settings] = {
     "diloco, ef-int2, every 4 to 16": BEST | OUTER,
     "noloco, modulo4, every 5": {"method": "noloco", "every": 5, "codec": "modulo4", **OUTER},
     "dilocox, every 50": {"method": "dilocox", "every": 50, "codec": "ef-lowrank18-int4", "adapt": False, **OUTER},
+    "replicas that never meet": {"method": "local"},
 }
-"""All rows. The second is the best that `gap` has found; the others are as they were published, with codecs."""
+"""All rows. The second is the best that `gap` has found; the next are as they were published, with codecs."""
 PARTS: dict[str, Settings] = {
     "statistical levels": {"codec": "ef-stat2"},
     "lengths and directions averaged apart": {"fuse": "rda"},
@@ -41,6 +42,8 @@ PARTS: dict[str, Settings] = {
     "Muon's momentum 0.9": {"muon_momentum": 0.9},
     "steps along the last mean step": {"muon_align": 0.5},
     "a slow momentum, averaged": {"slow_share": 0.5},
+    "less of it": {"slow_share": 0.1},
+    "one that forgets sooner": {"slow_share": 0.5, "slow_momentum": 0.99},
     "outer momentum that warms up": {"outer_momentum": 0.8, "outer_momentum_warmup": 400},
     "outer 0.9 and 0.8": {"outer_lr": 0.9, "outer_momentum": 0.8},
     "outer 1 and 0": {"outer_lr": 1.0, "outer_momentum": 0.0},
@@ -112,18 +115,28 @@ def tuned(store: Store, way: str, steps: int) -> dict[int, Result]:
 
 
 def finite(results: dict[int, Result]) -> dict[int, Result]:
-    """Those of runs that have not diverged; their loss is that of the weights that they end with."""
-    return {seed: one for seed, one in ended(results).items() if one["validation_loss"]}
+    """Those of runs that have not diverged.
+
+    Their loss is that of the weights that they end with, an average; or where replicas never meet, the mean of each
+    one's own.
+    """
+    ends = {seed: ended(results)[seed] if one["rounds"] else one for seed, one in results.items()}
+    return {seed: one for seed, one in ends.items() if one["validation_loss"]}
 
 
-def tables(store: Store, options: Options) -> dict[str, list[Part]]:
-    """The gaps by length, the laws through them, and what parts do."""
-    found = {
+def measured(store: Store, options: Options) -> dict[tuple[str, int], dict[int, Result]]:
+    """The results of each tuned row at each length at which there are some of ddp, too."""
+    return {
         (way, steps): results
         for steps in options.steps
         for way in options.ways
         if (results := tuned(store, way, steps)) and tuned(store, DDP, steps)
     }
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """The gaps by length, the laws through them, and what parts do."""
+    found = measured(store, options)
     gaps = {key: changes(results, found[DDP, key[1]]) for key, results in found.items()}
     laws = [
         law(way, [(steps, mean(gaps[way, steps])) for steps in options.steps if gaps.get((way, steps))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
@@ -43,7 +43,7 @@ class Lengths:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        self._rows, self._steps = rows, steps
+        self._steps = steps
         measured = {int(length) for row in rows for length in row["gaps"]}
         self.shortest, self.longest = min(measured), max(measured)
 
@@ -59,9 +59,9 @@ class Lengths:
             least *= (self._steps / lengths[-1]) ** min(slope, 0.0)
         return Gap(middle, least, most)
 
-    def closing(self) -> list[float]:
-        """Of each row: its gap as a part of that in its shortest run."""
-        return [self.gap(row).middle / _by_length(row)[0][1].middle for row in self._rows]
+    def closing(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Of each of some rows: its gap as a part of that in its shortest run."""
+        return [self.gap(row).middle / _by_length(row)[0][1].middle for row in rows]
 
 
 def _by_length(row: Mapping[str, Any]) -> list[tuple[int, Gap]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 from farflung.errors import UserError
 from farflung.methods import RoundSettings, chosen
 from farflung.networks import Conditions
 from farflung.outer import Method, message_bytes
+from farflung.planner.lengths import Gap, Lengths, measured_gap
 from farflung.planner.options import RecommendOptions
 from farflung.planner.sizes import square_model
 from farflung.planner.table import Column, Table, figures, percent
@@ -27,8 +28,19 @@ ROUNDS = 3
 """As many are timed."""
 A_BIT = 1.05
 """By this factor rounds become rarer at least, until links can keep up."""
+ALONE = {"method": "local"}
+"""The row of replicas that never meet."""
 RAREST = 100_000
 """Inner steps between two rounds beyond which none is recommended."""
+
+
+class Known(NamedTuple):
+    """A measured row, its gap in a run of some length, and there that of replicas that never meet."""
+
+    settings: dict[str, Any]
+    table: str
+    gap: Gap
+    alone: float
 
 
 @dataclass(frozen=True)
@@ -77,15 +89,37 @@ def recommend(options: RecommendOptions) -> list[Candidate]:
     Raises UserError where links are too slow for any.
     """
     table = measured()
-    alone, growth = mean(table["alone"]) / 100, growth_of(table["rows"])
-    useful = [row for row in table["rows"] if mean(row["gaps"]) / 100 < alone]
-    found = [one for one in (_candidate(row, alone, growth, options) for row in useful) if one]
+    growth = growth_of(table["rows"])
+    useful = [row for row in _at_length(table, options.steps) if row.gap.middle < row.alone]
+    found = [one for one in (_candidate(row, growth, options) for row in useful) if one]
     if not found:
         raise UserError(
             f"links of {options.link} are too slow for {options.params:g} parameters and steps of {options.step_ms:g} "
             f"ms: rounds would have to be more than {RAREST:,} steps apart; train a smaller model, or adapters only"
         )
     return sorted(found, key=lambda one: (one.middle, -one.computing))
+
+
+def _at_length(table: dict[str, Any], steps: int) -> list[Known]:
+    """What is known of each row in a run of so many steps.
+
+    A row that was not measured at several lengths closes as one of those that were.
+    """
+    lengths = Lengths(table["longer"], steps)
+    longer = {_key(row): row for row in table["longer"]}
+    never = longer.pop(_key({"settings": ALONE}))
+    alone = lengths.gap(never).middle
+    known = [Known(row["settings"], row["table"], lengths.gap(row), alone) for row in longer.values()]
+    (apart,), closing = lengths.closing([never]), lengths.closing(longer.values())
+    alone = mean(table["alone"]) / 100 * apart
+    for row in table["rows"]:
+        if _key(row) not in longer:
+            known.append(Known(row["settings"], row["table"], measured_gap(row["gaps"]).times(closing), alone))
+    return known
+
+
+def _key(row: dict[str, Any]) -> str:
+    return repr(sorted(row["settings"].items()))
 
 
 def growth_of(rows: Sequence[dict[str, Any]]) -> float:
@@ -99,9 +133,9 @@ def growth_of(rows: Sequence[dict[str, Any]]) -> float:
     return mean(math.log(far[1] / near[1]) / math.log(far[0] / near[0]) for near, *_, far in pairs)
 
 
-def _candidate(row: dict[str, Any], alone: float, growth: float, options: RecommendOptions) -> Candidate | None:
+def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidate | None:
     """A row with rounds as rare as the links need them; None where that is too rare."""
-    settings, factor = row["settings"], 1.0
+    settings, gap, factor = row.settings, row.gap, 1.0
     while True:
         stretched = settings | {n: math.ceil(settings[n] * factor) for n in ("every", "every_final") if n in settings}
         computing, sent = _timed(stretched, options)
@@ -111,11 +145,9 @@ def _candidate(row: dict[str, Any], alone: float, growth: float, options: Recomm
         factor *= max(A_BIT, (1 / max(computing, 1e-9) - 1) / (1 / (1 - options.wait) - 1))
         if "every" not in settings or factor * settings["every"] > RAREST:
             return None
-    gaps = [gap / 100 for gap in row["gaps"]]
-    middle, spread = mean(gaps), 2 * stdev(gaps)
     if factor == 1:
-        return Candidate(stretched, row["table"], 1.0, computing, middle, middle - spread, middle + spread, sent)
-    return Candidate(stretched, row["table"], factor, computing, middle * factor**growth, middle, alone, sent)
+        return Candidate(stretched, row.table, 1.0, computing, gap.middle, gap.least, gap.most, sent)
+    return Candidate(stretched, row.table, factor, computing, gap.middle * factor**growth, gap.least, row.alone, sent)
 
 
 def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
@@ -144,26 +176,47 @@ COLUMNS = (
 
 def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
     """The recommendation, what it comes from, and how far it is to be trusted."""
-    best, table = candidates[0], measured()
-    size = options.params / table["parameters"]
-    lines = [Table(COLUMNS, candidates).text(), "", f"take: farflung train {best.flags}"]
+    best = candidates[0]
     gap = f"{percent(best.expected)}% above ddp's, from {percent(best.least)} to {percent(best.most)}%"
-    lines.append(f"expected validation loss: {gap}, in a run as short as those measured")
-    lines.append(f'from: docs/evidence.md, "{best.table}"')
+    lines = [
+        Table(COLUMNS, candidates).text(),
+        "",
+        f"take: farflung train {best.flags}",
+        f"expected validation loss: {gap}, in a run of {options.steps:,} steps",
+        f'from: docs/evidence.md, "{best.table}"',
+    ]
     if best.factor > 1:
         lines.append(
             f"Rounds {figures(best.factor)} times as rare were not measured: the middle is how gaps grew with rarer "
-            "rounds of noloco, the least is the measured gap, the most that of replicas that never meet."
+            "rounds of noloco, the least as if rarer rounds cost nothing, the most that of replicas that never meet."
         )
     if sum(one.middle > one.most for one in candidates) > 1:
         lines.append(
             "No gap is shown as more than the most; rows that would be more come in the order of how much more."
         )
-    for longer in table["longer"]:
-        gaps = f"{mean(longer['gaps']):.1f}%"
-        lines.append(f"Gaps close in longer runs: {longer['steps']} steps, {gaps} for the best row ({longer['what']}).")
-    lines.append(
-        f"This evidence is thin: {table['parameters'] / 1e6:.2f}M parameters ({figures(size)} times fewer than yours), "
-        f"{table['steps']} steps, {table['replicas']} replicas. Compare two methods for a while on your own model."
+    return "\n".join([*lines, *_of_length(best, options.steps), _how_thin(options.params)])
+
+
+def _of_length(best: Candidate, steps: int) -> Iterator[str]:
+    """How the recommended row's gap in a run of so many steps is known."""
+    table = measured()
+    lengths = Lengths(table["longer"], steps)
+    if steps <= lengths.shortest:
+        yield f"No run was shorter than {lengths.shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
+        return
+    if best.table != table["longer"][0]["table"]:
+        yield f"Its gap was measured at {table['steps']} steps; here it closes as those of other rows have done."
+    if steps > lengths.longest:
+        yield (
+            f"No run was longer than {lengths.longest:,} steps: this is the gap there, and the least is where it would "
+            "be if it went on closing."
+        )
+
+
+def _how_thin(params: float) -> str:
+    table = measured()
+    return (
+        f"This evidence is thin: {table['parameters'] / 1e6:.2f}M parameters "
+        f"({figures(params / table['parameters'])} times fewer than yours), {table['replicas']} replicas. "
+        "Compare two methods for a while on your own model."
     )
-    return "\n".join(lines)
