@@ -51,7 +51,7 @@ def test_a_cap_that_is_too_small_is_told_with_the_smallest_that_works() -> None:
         with pytest.raises(UserError, match="give at least") as refused:
             search(profile, least // 2, clip=True)
         told = re.search(r"at least ([\d.e-]+) GB", str(refused.value))
-        assert told and float(told[1]) * 1e9 == pytest.approx(least, rel=1e-3)
+        assert told and least <= float(told[1]) * 1e9 <= 1.005 * least  # processes are not the same at each start
         cap = round(float(told[1]) * 1e9)
         assert search(profile, cap, clip=True).peak_bytes <= cap
 

@@ -27,6 +27,9 @@ STARTS = 3
 FEW = 8
 """Up to so many layers, any three of them change together."""
 
+STARTS_APART = 1.003
+"""How much more than now a process may have taken when the same plan is asked for at its next start."""
+
 Layers = tuple[LayerPlan, ...]
 
 
@@ -58,7 +61,7 @@ def search(
     if best.peak_bytes > cap_bytes:
         raise UserError(
             f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
-            f"{gigabytes(best.peak_bytes)} GB, a smaller batch or shorter sequences"
+            f"{gigabytes(int(STARTS_APART * best.peak_bytes))} GB, a smaller batch or shorter sequences"
         )
     return best
 
