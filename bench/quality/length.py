@@ -9,7 +9,7 @@ for the longest runs; what is made is kept, so that it can be stopped and goes o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import mean
@@ -61,8 +61,8 @@ class Options:
     """Which rows to make, of which ddp is one."""
     parts: tuple[str, ...] = tuple(PARTS)
     """What to put into the best way, one at a time."""
-    parts_at: int = 800
-    """The length at which."""
+    parts_at: tuple[int, ...] = (800, 3200)
+    """The lengths at which."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each tuned row for each; the search uses the first."""
     budget: int = 5
@@ -78,7 +78,7 @@ class Options:
 
 
 SMOKE = Options(
-    steps=(2, 4), ways=tuple(WAYS)[:2], parts=tuple(PARTS)[:1], parts_at=2, seeds=(0,), budget=1, replicas=2
+    steps=(2, 4), ways=tuple(WAYS)[:2], parts=tuple(PARTS)[:1], parts_at=(2,), seeds=(0,), budget=1, replicas=2
 )
 
 
@@ -93,7 +93,8 @@ def run(options: Options, store: Store) -> list[Part]:
             for futures in list(threads.map(row, options.ways, [steps] * len(options.ways))):
                 for future in futures:
                     future.result()
-        for future in [runs.start(settings, options.seeds[0]) for settings in with_parts(store, options).values()]:
+        found = [with_parts(store, options, steps) for steps in options.parts_at]
+        for future in [runs.start(one, options.seeds[0]) for settings in found for one in settings.values()]:
             future.result()
     return [part for parts in tables(store, options).values() for part in parts]
 
@@ -103,9 +104,9 @@ def name_of(way: str, steps: int) -> str:
     return f"{way}, {steps} steps"
 
 
-def with_parts(store: Store, options: Options) -> dict[str, Settings]:
+def with_parts(store: Store, options: Options, steps: int) -> dict[str, Settings]:
     """The best way as tuned, with one part each."""
-    best = store.chosen.get(name_of(list(WAYS)[1], options.parts_at), {})
+    best = store.chosen.get(name_of(list(WAYS)[1], steps), {})
     return {name: best | PARTS[name] for name in options.parts} if best else {}
 
 
@@ -165,16 +166,20 @@ def by_length(
 
 
 def by_part(store: Store, options: Options) -> Table:
-    seed, best, lines = options.seeds[0], list(WAYS)[1], []
-    without, ddp = (tuned(store, way, options.parts_at) for way in (best, DDP))
-    for name, settings in with_parts(store, options).items():
+    columns = ("steps", "part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
+    lines = [line for steps in options.parts_at for line in _with_each(store, options, steps)]
+    return Table(dict.fromkeys(columns, ""), lines)
+
+
+def _with_each(store: Store, options: Options, steps: int) -> Iterator[tuple[str, ...]]:
+    seed = options.seeds[0]
+    without, ddp = (tuned(store, way, steps) for way in (list(WAYS)[1], DDP))
+    for name, settings in with_parts(store, options, steps).items():
         results = {key: one for key, one in finite(store.results(settings)).items() if key == seed}
         if results and without and ddp:
             change, gap = changes(results, without)[0], changes(results, ddp)[0]
             fewer = f"{Row(name, settings, results).fewer:.3g}×"
-            lines.append((name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer))
-    columns = ("part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
-    return Table(dict.fromkeys(columns, ""), lines)
+            yield str(steps), name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer
 
 
 def law(way: str, points: Sequence[tuple[int, float]]) -> tuple[str, ...] | None:
