@@ -14,6 +14,7 @@ from bench.lib import evidence
 from bench.lib.runs import Runs
 from bench.lib.search import Axis, Point, compass
 from bench.lib.store import Store
+from bench.quality import length
 from bench.quality.frontier import Row, on_frontier
 from bench.quality.scaling import Gaps
 
@@ -34,6 +35,12 @@ def test_the_search_keeps_to_its_budget_and_never_ends_worse_than_it_began(
     assert len(tried) <= budget and len({tuple(point.values()) for point in tried}) == len(tried)
     assert loss(found) == min(map(loss, list(tried)))
     assert all(0 <= point["momentum"] <= 0.95 for point in tried)
+
+
+def test_the_loss_at_a_runs_end_is_of_the_average_where_there_was_one_and_a_diverged_run_has_none() -> None:
+    own, mean = {"validation_loss": 2.0}, {"validation_loss_averaged": 1.0}
+    kept = {0: {**own, **mean, "rounds": 3}, 1: {**own, **mean, "rounds": 0}, 2: {"validation_loss": None}}
+    assert {seed: one["validation_loss"] for seed, one in length.finite(kept).items()} == {0: 1.0, 1: 2.0}
 
 
 def test_the_search_finds_a_known_minimum() -> None:

@@ -121,7 +121,8 @@ def finite(results: dict[int, Result]) -> dict[int, Result]:
     Their loss is that of the weights that they end with, an average; or where replicas never meet, the mean of each
     one's own.
     """
-    ends = {seed: ended(results)[seed] if one["rounds"] else one for seed, one in results.items()}
+    averaged = ended(results)
+    ends = {seed: averaged[seed] if one.get("rounds") else one for seed, one in results.items()}
     return {seed: one for seed, one in ends.items() if one["validation_loss"]}
 
 

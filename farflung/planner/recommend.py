@@ -176,7 +176,7 @@ COLUMNS = (
 
 def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
     """The recommendation, what it comes from, and how far it is to be trusted."""
-    best = candidates[0]
+    best, table = candidates[0], measured()
     gap = f"{percent(best.expected)}% above ddp's, from {percent(best.least)} to {percent(best.most)}%"
     lines = [
         Table(COLUMNS, candidates).text(),
@@ -194,12 +194,11 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         lines.append(
             "No gap is shown as more than the most; rows that would be more come in the order of how much more."
         )
-    return "\n".join([*lines, *_of_length(best, options.steps), _how_thin(options.params)])
+    return "\n".join([*lines, *_of_length(best, options.steps, table), _how_thin(options.params, table)])
 
 
-def _of_length(best: Candidate, steps: int) -> Iterator[str]:
+def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[str]:
     """How the recommended row's gap in a run of so many steps is known."""
-    table = measured()
     lengths = Lengths(table["longer"], steps)
     if steps <= lengths.shortest:
         yield f"No run was shorter than {lengths.shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
@@ -213,8 +212,7 @@ def _of_length(best: Candidate, steps: int) -> Iterator[str]:
         )
 
 
-def _how_thin(params: float) -> str:
-    table = measured()
+def _how_thin(params: float, table: dict[str, Any]) -> str:
     return (
         f"This evidence is thin: {table['parameters'] / 1e6:.2f}M parameters "
         f"({figures(params / table['parameters'])} times fewer than yours), {table['replicas']} replicas. "
