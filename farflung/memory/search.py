@@ -33,6 +33,17 @@ STARTS_APART = 1.003
 Layers = tuple[LayerPlan, ...]
 
 
+class TooLittleError(UserError):
+    """No step can be made with the memory that there is, `cap_bytes`; `least_bytes` is the smallest cap that works."""
+
+    def __init__(self, least_bytes: int, cap_bytes: int) -> None:
+        self.least_bytes, self.cap_bytes = least_bytes, cap_bytes
+        super().__init__(
+            f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least {gigabytes(least_bytes)} "
+            "GB, a smaller batch or shorter sequences"
+        )
+
+
 def search(
     profile: Profile,
     cap_bytes: int,
@@ -41,7 +52,7 @@ def search(
     modes: tuple[Mode, ...] = MODES,
     states: tuple[State, ...] = STATES,
 ) -> Plan:
-    """The fastest plan found whose peak is at most `cap_bytes`. Raises UserError, with the smallest cap that works.
+    """The fastest plan found whose peak is at most `cap_bytes`. Raises TooLittleError.
 
     Layers are more or less alike. So first only how many have each mode and state is searched, kept ones last and the
     others spread evenly. Then single layers change, and change places. Plans are simulated, but for those that cannot
@@ -59,10 +70,7 @@ def search(
     if best.peak_bytes > cap_bytes:
         best = leanest(profile, clip=clip, modes=modes, states=states)
     if best.peak_bytes > cap_bytes:
-        raise UserError(
-            f"a step cannot be made with {cap_bytes / 1e9:.4g} GB of memory; give at least "
-            f"{gigabytes(int(STARTS_APART * best.peak_bytes))} GB, a smaller batch or shorter sequences"
-        )
+        raise TooLittleError(int(STARTS_APART * best.peak_bytes), cap_bytes)
     return best
 
 

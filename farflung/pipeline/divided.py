@@ -139,6 +139,11 @@ class DividedIsland(Island):
         with self.groups.naming_the_lost():
             return self.groups.told_by_shards(fact)
 
+    def told(self, fact: T) -> list[T]:
+        """What each of the replica's processes tells. Raises PeerLostError."""
+        with self.groups.naming_the_lost():
+            return self.groups.told(fact)
+
     def layers(self) -> list[nn.Module]:
         """This process's layers of the model, in their order."""
         spans = ((piece, piece.span) for piece in self.pieces)
@@ -240,8 +245,7 @@ class DividedIsland(Island):
         for number, piece in enumerate(self.pieces):
             names = [name for name, _ in piece.model.named_parameters() if name in own]
             shapes[self._index(number)] = {name: tuple(own[name].shape) for name in names}
-        with self.groups.naming_the_lost():
-            told = self.groups.told(shapes)
+        told = self.told(shapes)
         pieces = sorted((index, named) for process in told for index, named in process.items())
         outline = {name: shape for _, named in pieces for name, shape in named.items()}
         owned = [{name for named in process.values() for name in named} for process in told]

@@ -229,6 +229,10 @@ class WholeIsland(Island):
         shares = shares_of([weigh(batch) for batch in batches])
         return list(zip(map(pinned, batches) if self.device.type == "cuda" else batches, shares, strict=True))
 
+    def told(self, fact: T) -> list[T]:
+        """What each of the replica's processes tells: itself alone."""
+        return [fact]
+
     def told_by_shards(self, fact: T) -> list[T]:
         """What each process tells that has shards of the same: itself alone."""
         return [fact]

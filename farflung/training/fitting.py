@@ -19,6 +19,7 @@ from farflung.memory.far import MakeHome, far_homes, near_home
 from farflung.memory.fitted import Fitted, Record, described, is_out_of_memory
 from farflung.memory.profile import Make, Model, Sharded
 from farflung.memory.room import cap_of
+from farflung.memory.search import TooLittleError
 from farflung.memory.updates import FarUpdates
 from farflung.outer.method import Method
 from farflung.pipeline.compiling import telling_of_compilers
@@ -106,7 +107,7 @@ class _Fitting:
 
     def take(self, kept: dict[str, Any], step: int) -> None:
         """Plans first, so that what is to be far never lies near; who has taken no step has nothing that could."""
-        if not kept["state"]:
+        if not step:
             self._optimizer.load_state_dict(kept)
             return
         self._begin(step)
@@ -166,13 +167,26 @@ class _Fitting:
         own = (settings.memory, settings.far_folder, passes, island.device.type, settings.compile)
         fits = kept and (kept.memory, kept.far, kept.passes, kept.device, kept.compiled) == own
         plans = island.told_by_shards(kept.plan if kept and fits else None)
-        if kept and all(plan == kept.plan for plan in plans):
-            self._follow(kept)
-            return
-        cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        with telling_of_compilers(settings.compile):
-            record = self._fitted.planned(settings.memory, cap, settings.clip > 0, passes, island.told_by_shards)
+        record = kept if kept and all(plan == kept.plan for plan in plans) else self._planned()
+        # Stages need unlike amounts: all are told, so that what the error says is enough for each of them.
+        short = record if isinstance(record, TooLittleError) else None
+        if told := [each for each in island.told((short.least_bytes, short.cap_bytes) if short else None) if each]:
+            raise TooLittleError(*max(told))
+        assert isinstance(record, Record)
         self._follow(record)
+
+    def _planned(self) -> Record | TooLittleError:
+        """A plan that is made now, or why there is none."""
+        assert self._fitted
+        island, settings = self._island, self._island.settings
+        cap = cap_of(settings.memory, island.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        try:
+            with telling_of_compilers(settings.compile):
+                return self._fitted.planned(
+                    settings.memory, cap, settings.clip > 0, settings.parts, island.told_by_shards
+                )
+        except TooLittleError as error:
+            return error
 
     def _follow(self, record: Record) -> None:
         """Carries a plan out, and tells of it."""
