@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from farflung.errors import UserError
 from farflung.inner import ADAMW
 from farflung.memory.fitted import Fitted
-from farflung.memory.plan import LayerPlan
+from farflung.memory.plan import LayerCost, LayerPlan
 from farflung.memory.profile import Model
 
 WIDTH = 8
@@ -112,6 +112,30 @@ class Unused(Plain):
         self.unused = nn.Linear(2, 2)
 
 
+class Patched(Plain):
+    """Somebody has given it another forward pass than its class has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        usual = self.forward
+        self.forward = lambda hidden: 2 * usual(hidden)  # type: ignore[method-assign]
+
+
+class Last(Plain):
+    """What needs a gradient comes after what needs none."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        leaving = super().forward(hidden)
+        return leaving.detach().mean(), leaving
+
+
+class Cut(Plain):
+    """Nothing that it returns needs a gradient."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden).detach()
+
+
 class Whole(nn.Module):
     """Some layers between two others, called as `call` says."""
 
@@ -145,6 +169,12 @@ def of_tables(whole: Whole, hidden: Tensor) -> Tensor:
         returned = layer(hidden)
         hidden, beside = returned["hidden"], beside + returned["beside"]
     return hidden + beside
+
+
+def of_the_last(whole: Whole, hidden: Tensor) -> Tensor:
+    for layer in whole.layers:
+        _, hidden = layer(hidden)
+    return hidden
 
 
 def listened_to(whole: Whole, hidden: Tensor) -> Tensor:
@@ -205,11 +235,12 @@ def learnt(whole: Whole, folder: Path, plan: list[LayerPlan] | None) -> dict[str
 
 
 KINDS: list[tuple[Callable[[], nn.Module], Callable[[Whole, Tensor], Tensor]]] = [
-    *((kind, in_turn) for kind in (BatchNormed, Counting, Spectral, Empty, Short, Unused)),
+    *((kind, in_turn) for kind in (BatchNormed, Counting, Spectral, Empty, Short, Unused, Patched, Cut)),
     *((Plain, call) for call in (twice, sharing, listened_to, dropping, leaving_out, checkpointed)),
     (Counting, twice),
     (Beside, adding),
     (Table, of_tables),
+    (Last, of_the_last),
 ]
 
 
@@ -236,6 +267,19 @@ class Changing(Plain):
         return hidden.add_(self.down(gelu(self.up(hidden.clone()))))
 
 
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, numbers: Tensor) -> Any:
+        return self.table(numbers)
+
+
+def looked_up(whole: Whole, hidden: Tensor) -> Tensor:
+    return hidden + whole.layers[0](torch.arange(4)).sum()  # type: ignore[no-any-return]
+
+
 class Silent(Plain):
     def forward(self, _: Tensor) -> Any:
         return None
@@ -254,6 +298,7 @@ def without_any(_: Whole, hidden: Tensor) -> Tensor:
     ("kind", "call", "told"),
     [
         (Named, by_name, "layer 0, a Named, must be given hidden states first, and not by name; call it so, or leave"),
+        (Looking, looked_up, "layer 0, a Looking, must be given hidden states first, and not by name; call it so, or"),
         (Changing, in_turn, "layer 0, a Changing, changes what it is given, so that it cannot compute it again; copy"),
         (Silent, unheard, "layer 0, a Silent, returns no tensor; have it return hidden states, or leave out --memory"),
         (Plain, without_any, "layer 0, a Plain, takes no part in a step; have it do so, or leave out --memory"),
@@ -266,11 +311,21 @@ def test_layers_that_cannot_be_planned_are_refused_in_a_line(
         learnt(made(kind, call), tmp_path, PLANS[0])
 
 
-def test_a_layer_that_is_called_twice_takes_twice_as_much(tmp_path: Path) -> None:
-    def saved(call: Callable[[Whole, Tensor], Tensor]) -> int:
-        whole, make = made(Plain, call), partial(ADAMW.make, lr=0.01)
-        model = Model(whole, list(whole.layers), lambda: whole(BATCHES[0]), make, CPU)
-        fitted = Fitted(model, make(list(whole.named_parameters())), str(tmp_path), near_gradients=False)
-        return fitted.planned("1GB", 1 << 40, True, 1, lambda one: [one]).profile.layers[0].saved_bytes
+def costs(whole: Whole, folder: Path) -> tuple[LayerCost, ...]:
+    make = partial(ADAMW.make, lr=0.01)
+    model = Model(whole, list(whole.layers), lambda: whole(BATCHES[0]), make, CPU)
+    fitted = Fitted(model, make(list(whole.named_parameters())), str(folder), near_gradients=False)
+    return fitted.planned("1GB", 1 << 40, True, 1, lambda one: [one]).profile.layers
 
-    assert saved(twice) == 2 * saved(in_turn)
+
+def test_a_layer_that_is_called_twice_takes_twice_as_much(tmp_path: Path) -> None:
+    once, again = costs(made(Plain, in_turn), tmp_path)[0], costs(made(Plain, twice), tmp_path)[0]
+    assert again.saved_bytes == 2 * once.saved_bytes
+
+
+def test_frozen_layers_are_measured_apart_from_trained_ones(tmp_path: Path) -> None:
+    whole = made(Plain, in_turn)
+    whole.layers[0].requires_grad_(False)
+    frozen, *trained = costs(whole, tmp_path)
+    assert frozen.gradient_bytes == frozen.moment_bytes == 0 < frozen.saved_bytes < trained[0].saved_bytes
+    assert all(one.gradient_bytes == one.weight_bytes > 0 < one.moment_bytes for one in trained)

@@ -46,7 +46,7 @@ def calls_of(layers: Sequence[nn.Module], loss: Callable[[], Tensor], device: to
 
     def note(number: int, layer: nn.Module, args: Any, given: Any, output: Any) -> None:
         what = f"layer {number}, a {type(layer).__name__},"
-        if not args or not isinstance(args[0], Tensor):
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             raise UserError(f"{what} must be given hidden states first, and not by name; call it so, {REMEDY}")
         if [tensor._version for tensor in tensors_in((args, given))] != versions.pop():
             raise UserError(f"{what} changes what it is given, so that it cannot compute it again; copy it, {REMEDY}")
@@ -95,6 +95,6 @@ def _returned(output: Any, what: str) -> Callable[[Tensor], Any]:
 
 def kind_of(layer: nn.Module, seen: Seen) -> Any:
     """What tells layers apart that take unlike time or memory."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    weights = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     given = tuple((name, getattr(value, "shape", None)) for name, value in seen.given.items())
-    return type(layer), getattr(layer, "attention_type", None), shapes, seen.args[0].shape, given, seen.times
+    return type(layer), getattr(layer, "attention_type", None), weights, seen.args[0].shape, given, seen.times

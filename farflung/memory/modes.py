@@ -208,6 +208,17 @@ class Calling:
     compiled: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A layer's forward pass in its mode, in the place of its `own`, which it had if somebody gave it one."""
+
+    own: Callable[..., Any] | None
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return self.forward(*args, **given)
+
+
 def apply(
     layers: Sequence[nn.Module], plans: Sequence[LayerPlan], costs: Sequence[LayerCost], calling: Calling
 ) -> None:
@@ -219,7 +230,9 @@ def apply(
     mover = Mover(calling.copies, keeps, moves, again, sum(keeps) + calling.prefetch)
     for number, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
         forward = forward_of(layer, calling.compiled)
-        layer.forward = partial(_forward, layer, forward, number, plan.mode, mover)
+        layer.forward = _Planned(
+            vars(layer).get("forward"), partial(_forward, layer, forward, number, plan.mode, mover)
+        )
 
 
 def forward_of(layer: nn.Module, compiled: bool) -> Callable[..., Any]:
@@ -242,18 +255,34 @@ def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], Non
         finally:  # which an error leaves once there is enough
             taken.append(meter() - began)
 
-    layer.forward = lambda *args, **given: _recompute(layer, metered, args, given)
-    try:
+    with computing(layer, lambda *args, **given: _recompute(layer, metered, args, given)):
         passes()
-    finally:
-        layer.forward = forward
     return sum(taken[1:])
 
 
+@contextlib.contextmanager
+def computing(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a layer has another forward pass; after it, the one that it had, as its class's or its own."""
+    own = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        _give_back(layer, own)
+
+
 def undo(layers: Sequence[nn.Module]) -> None:
-    """Lets layers compute as their classes say."""
+    """Lets layers compute as they did before they had modes."""
     for layer in layers:
-        vars(layer).pop("forward", None)
+        if isinstance(planned := vars(layer).get("forward"), _Planned):
+            _give_back(layer, planned.own)
+
+
+def _give_back(layer: nn.Module, own: Callable[..., Any] | None) -> None:
+    """Gives a layer its own forward pass, where it had one, and else its class's."""
+    del layer.forward
+    if own is not None:
+        layer.forward = own
 
 
 def moved_bytes(mode: Mode, cost: LayerCost) -> int:

@@ -153,13 +153,13 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     entering = seen.args[0].detach().requires_grad_()
 
-    def forward() -> Tensor:
+    def forward() -> list[Tensor]:
         with torch.autocast(model.device.type, **seen.autocast):
             output = layer(entering, *seen.args[1:], **seen.given)
-        return tensors_in(output)[0]
+        return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
-    def backward(leaving: Tensor) -> None:
-        leaving.backward(torch.ones_like(leaving))
+    def backward(leaving: Sequence[Tensor]) -> None:
+        torch.autograd.backward(leaving, [*map(torch.ones_like, leaving)])
         for parameter in (entering, *trained):
             parameter.grad = None
 
@@ -169,16 +169,15 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
     with saved, Held() as held:  # computed as it is, since nothing is seen of what compiled layers hold meanwhile
         backward(forward())
     working = max(held.most - saved.bytes, 0)
-    if model.compiled:
-        layer.forward = modes.forward_of(layer, compiled=True)
-        backward(forward())
-        saved = Saved(stays)
-        with saved:
+    with modes.computing(layer, modes.forward_of(layer, model.compiled)):
+        if model.compiled:
             backward(forward())
-    forward_s, backward_s = _timed(forward, backward, model.device)
-    now = partial(_now, model.device)
-    again_s = min(modes.again(layer, now, lambda: backward(forward())) for _ in range(TIMES))
-    modes.undo([layer])
+            saved = Saved(stays)
+            with saved:
+                backward(forward())
+        forward_s, backward_s = _timed(forward, backward, model.device)
+        now = partial(_now, model.device)
+        again_s = min(modes.again(layer, now, lambda: backward(forward())) for _ in range(TIMES))
     state = _state(model, model.named(layer))
     # Muon brings matrices together of which processes have rows.
     state["step_bytes"] += _stepping(model.make, model.together(layer), model.device)[2]
@@ -193,7 +192,7 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
 
 
 def _timed(
-    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
+    forward: Callable[[], list[Tensor]], backward: Callable[[Sequence[Tensor]], None], device: torch.device
 ) -> tuple[float, float]:
     """The least seconds of each."""
     times = []
@@ -317,10 +316,9 @@ def _marked(model: Model, seen: Sequence[Seen], aside: bool) -> Marks:
             entering = entering * 1.0
         return seen[number].returned(entering)
 
-    forwards = [vars(layer).get("forward") for layer in model.layers]
-    for number, layer in enumerate(model.layers):
-        layer.forward = partial(passing, number, layer.forward)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(model.layers):
+            stack.enter_context(modes.computing(layer, partial(passing, number, layer.forward)))
         with saved:
             marks.note("begin")
             loss = model.loss()
@@ -329,11 +327,6 @@ def _marked(model: Model, seen: Sequence[Seen], aside: bool) -> Marks:
         loss.backward()
         for moment in ("left", "entered", "end"):  # where nothing before the layers is trained
             marks.note(moment)
-    finally:
-        for layer, forward in zip(model.layers, forwards, strict=True):
-            vars(layer).pop("forward")
-            if forward is not None:
-                layer.forward = forward
     return marks
 
 
