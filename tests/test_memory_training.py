@@ -23,6 +23,7 @@ from farflung.events import MemoryEvent, StepEvent
 from farflung.memory.far import check_room
 from farflung.memory.fitted import Record, is_out_of_memory
 from farflung.memory.measure import Held, bytes_of
+from farflung.memory.plan import NOTHING
 from farflung.memory.room import cap_of, total
 from farflung.networks import SimulatedNetwork
 from farflung.pipeline.island import WholeIsland
@@ -122,6 +123,16 @@ def test_a_file_that_holds_no_plan_is_told_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_plan_of_more_layers_than_were_measured_is_none(tmp_path: Path) -> None:
+    path, none = tmp_path / "replica-0.json", {"layers": [], "before": vars(NOTHING), "head": vars(NOTHING)}
+    profile = none | {"out_bytes_s": 1.0, "in_bytes_s": 1.0, "fixed_bytes": 0}
+    plan = {"layers": [{}], "prefetch_bytes": 0, "peak_bytes": 0, "seconds": 0.0}
+    known = {"memory": "1GB", "cap_bytes": 1, "passes": 1, "far": ""}
+    path.write_text(json.dumps(known | {"plan": plan, "profile": profile}))
+    with pytest.raises(UserError, match=r"json holds no plan .* of 1 layers, and 0 were measured; remove it, and a"):
+        Record.read(path)
+
+
 def trainer_of(folder: Path, resume_step: int | None = None, **settings: Any) -> Trainer:
     """Of a replica in this process, alone, with all of the machine's memory."""
     usual: dict[str, Any] = {"model": "micro", "sequence_length": 16, "max_tokens": 50_000, "eval_sequences": 2}
@@ -150,6 +161,13 @@ def test_a_plan_of_other_parts_of_a_step_or_of_another_device_is_made_anew(tmp_p
     plan.write_text(json.dumps(second | {"device": "cuda", "cap_bytes": 12345}))
     third = kept(3, 1)
     assert third["device"] == "cpu" and third["cap_bytes"] > 12345
+    halves = {part: third[part] | {"layers": third[part]["layers"][:1]} for part in ("plan", "profile")}
+    plan.write_text(json.dumps(third | halves))  # of a stage, whose place another one has taken
+    fourth = kept(4, 1)
+    assert len(fourth["plan"]["layers"]) == 2
+    more = fourth["profile"] | {"in_flight": 3}
+    plan.write_text(json.dumps(fourth | {"profile": more, "cap_bytes": 12345}))
+    assert kept(5, 1)["profile"]["in_flight"] == 1
 
 
 def test_a_run_ends_without_a_copy_of_its_model(tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ class Record:
         """Predicted, of a step."""
         return self.passes * self.plan.seconds
 
+    @property
+    def made_for(self) -> tuple[object, ...]:
+        """What a plan is of use for: the memory, and what computes in it how."""
+        told = (self.memory, self.far, self.passes, self.device, self.compiled)
+        return (*told, len(self.plan.layers), self.profile.in_flight)
+
     def write(self, path: Path, measured: dict[str, float]) -> None:
         """Keeps it, beside what was measured."""
         values = vars(self) | {name: json.loads(to_json(vars(self)[name])) for name in ("plan", "profile")}
@@ -90,7 +96,10 @@ class Record:
             table: dict[str, Any] = json.loads(path.read_text("utf-8"))
             table.pop("measured", None)
             plan = from_json(Plan, json.dumps(table.pop("plan")), f"{path}, plan")
-            return cls(plan=plan, profile=from_json(Profile, json.dumps(table.pop("profile")), str(path)), **table)
+            profile = from_json(Profile, json.dumps(table.pop("profile")), str(path))
+            if len(plan.layers) != len(profile.layers):
+                raise ValueError(f"it is of {len(plan.layers)} layers, and {len(profile.layers)} were measured")
+            return cls(plan=plan, profile=profile, **table)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} holds no plan of memory: {error}; remove it, and a new one is made") from error
 
@@ -158,8 +167,6 @@ class Fitted:
     def carry_out(self, record: Record) -> None:
         """Has the model compute as a plan says. Raises UserError where the far folder has no room for it."""
         plan, costs, layers = record.plan, record.profile.layers, self._model.layers
-        if len(plan.layers) != len(layers):
-            raise UserError(f"the plan is of {len(plan.layers)} layers, and the model has {len(layers)}; plan anew")
         if self._folder:
             flights = [self._model.in_flight] * len(layers)
             check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers, flights)))

@@ -164,8 +164,8 @@ class _Fitting:
             island.clip = self._fitted.clip
         kept = Record.read(self._path)
         passes = settings.parts
-        own = (settings.memory, settings.far_folder, passes, island.device.type, settings.compile)
-        fits = kept and (kept.memory, kept.far, kept.passes, kept.device, kept.compiled) == own
+        told = (settings.memory, settings.far_folder, passes, island.device.type, settings.compile)
+        fits = kept and kept.made_for == (*told, len(model.layers), model.in_flight)
         plans = island.told_by_shards(kept.plan if kept and fits else None)
         record = kept if kept and all(plan == kept.plan for plan in plans) else self._planned()
         # Stages need unlike amounts: all are told, so that what the error says is enough for each of them.
