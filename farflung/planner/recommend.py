@@ -55,6 +55,7 @@ class Candidate:
         middle: the gap, however large.
         least, most: what it may be.
         sent: megabytes that a replica sends in a step.
+        first: the step after which its first round comes.
     """
 
     settings: dict[str, Any]
@@ -65,6 +66,7 @@ class Candidate:
     least: float
     most: float
     sent: float
+    first: int
 
     @property
     def expected(self) -> float:
@@ -97,7 +99,8 @@ def recommend(options: RecommendOptions) -> list[Candidate]:
             f"links of {options.link} are too slow for {options.params:g} parameters and steps of {options.step_ms:g} "
             f"ms: rounds would have to be more than {RAREST:,} steps apart; train a smaller model, or adapters only"
         )
-    return sorted(found, key=lambda one: (one.middle, -one.computing))
+    nearest = {one.flags: one for one in sorted(found, key=lambda one: -one.factor)}  # of rows that became the same
+    return sorted(nearest.values(), key=lambda one: (one.middle, -one.computing))
 
 
 def _at_length(table: dict[str, Any], steps: int) -> list[Known]:
@@ -142,20 +145,28 @@ def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidat
         if computing >= 1 - options.wait:
             break
         # What a round waits hardly depends on how rare it is.
-        factor *= max(A_BIT, (1 / max(computing, 1e-9) - 1) / (1 / (1 - options.wait) - 1))
+        factor *= max(A_BIT, (1 / max(computing, 1e-9) - 1) / (options.wait / (1 - options.wait)))
         if "every" not in settings or factor * settings["every"] > RAREST:
             return None
-    if factor == 1:
-        return Candidate(stretched, row.table, 1.0, computing, gap.middle, gap.least, gap.most, sent)
-    return Candidate(stretched, row.table, factor, computing, gap.middle * factor**growth, gap.least, row.alone, sent)
+    middle, schedule = gap.middle * factor**growth, chosen(RoundSettings(**stretched)).schedule
+    first = min(map(schedule.first, range(schedule.fragments)))
+    least, most = gap.least, gap.most if factor == 1 else row.alone
+    if first > options.steps:  # its replicas never meet
+        middle, least, most = max(middle, row.alone), row.alone, row.alone
+    return Candidate(stretched, row.table, factor, computing, middle, least, most, sent, first)
+
+
+def _method(settings: dict[str, Any]) -> Method:
+    """With settings as they are recommended, of rounds that stay as far apart as they are on average."""
+    given = dict(settings)
+    if last := given.pop("every_final", None):
+        given["every"] = round(math.sqrt(given["every"] * last))
+    return chosen(RoundSettings(**given))
 
 
 def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
     """The share of the time in which replicas compute, and the megabytes that one sends in a step."""
-    given = dict(settings)
-    if last := given.pop("every_final", None):
-        given["every"] = round(math.sqrt(given["every"] * last))
-    method: Method = chosen(RoundSettings(**given))
+    method = _method(settings)
     conditions = Conditions(bandwidth_mbps=options.mbps, latency_ms=options.latency_ms, step_ms=options.step_ms)
     sizes = cache(partial(message_bytes, method, square_model(options.params)))
     timing = Timer(method, sizes, conditions, options.replicas, ROUNDS, math.inf).run()
@@ -185,7 +196,12 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         f"expected validation loss: {gap}, in a run of {options.steps:,} steps",
         f'from: docs/evidence.md, "{best.table}"',
     ]
-    if best.factor > 1:
+    if best.first > options.steps:
+        lines.append(
+            f"The run would be over before its first round, which comes after step {best.first:,}: its replicas would "
+            "never meet. Say how long yours is, --steps, or let replicas wait more, --wait."
+        )
+    elif best.factor > 1:
         lines.append(
             f"Rounds {figures(best.factor)} times as rare were not measured: the middle is how gaps grew with rarer "
             "rounds of noloco, the least as if rarer rounds cost nothing, the most that of replicas that never meet."
@@ -203,7 +219,7 @@ def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[s
     if steps <= lengths.shortest:
         yield f"No run was shorter than {lengths.shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
         return
-    if best.table != table["longer"][0]["table"]:
+    if best.most and best.table != table["longer"][0]["table"]:  # ddp's own has none to close
         yield f"Its gap was measured at {table['steps']} steps; here it closes as those of other rows have done."
     if steps > lengths.longest:
         yield (
