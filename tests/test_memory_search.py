@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -54,6 +55,15 @@ def test_a_cap_that_is_too_small_is_told_with_the_smallest_that_works() -> None:
         assert told and least <= float(told[1]) * 1e9 <= 1.005 * least  # processes are not the same at each start
         cap = round(float(told[1]) * 1e9)
         assert search(profile, cap, clip=True).peak_bytes <= cap
+
+
+def test_what_a_process_takes_at_all_times_may_be_a_hundredth_more_at_its_next_start() -> None:
+    profile = replace(chain(random.Random(13), 3, 0), fixed_bytes=400 * 10**6)
+    with pytest.raises(UserError, match="give at least") as refused:
+        search(profile, 10**6, clip=True)
+    told = re.search(r"at least ([\d.]+) GB", str(refused.value))
+    more = replace(profile, fixed_bytes=404 * 10**6)
+    assert told and leanest(more, clip=True).peak_bytes < float(told[1]) * 1e9 < 410 * 10**6
 
 
 def test_no_plan_needs_less_than_the_smallest_cap_that_is_told() -> None:
