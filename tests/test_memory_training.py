@@ -73,6 +73,8 @@ def test_what_cannot_be_planned_is_told_in_a_line(
 def test_amounts_of_memory() -> None:
     assert cap_of("16GB", CPU, 1) == cap_of("16 gb", CPU, 4) == 16 * 10**9
     assert cap_of("1.5MB", CPU, 1) == 1_500_000
+    assert cap_of("16GiB", CPU, 1) == cap_of("16 gib", CPU, 1) == 16 << 30
+    assert cap_of("512MiB", CPU, 1) == 512 << 20
     assert cap_of("40%", CPU, 1) == int(0.4 * total(CPU))
     assert 0 < cap_of("auto", CPU, 4) < cap_of("auto", CPU, 1) < total(CPU)
 

@@ -15,7 +15,11 @@ from farflung.memory.measure import in_use
 
 MARGIN = 0.1
 """The part of a device's free memory that `auto` leaves alone."""
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {
+    f"{letter}{binary}B": base**power
+    for binary, base in (("", 1000), ("I", 1024))
+    for power, letter in enumerate("KMGT", 1)
+}
 UNLIMITED = 1 << 60
 THREADS = 1 << 28
 """Bytes of a limited address space that threads take without using them."""
@@ -39,7 +43,7 @@ def cap_of(memory: str, device: torch.device, processes: int) -> int:
 
 
 def _amount(memory: str) -> tuple[float, str] | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?(%|[KMGT]B)", memory.strip().replace("iB", "B"), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?(%|[KMGT]I?B)", memory.strip(), re.IGNORECASE)
     if not found:
         return None
     number, unit = float(found[1]), found[2].upper()
