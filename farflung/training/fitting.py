@@ -170,8 +170,8 @@ class _Fitting:
         record = kept if kept and all(plan == kept.plan for plan in plans) else self._planned()
         # Stages need unlike amounts: all are told, so that what the error says is enough for each of them.
         short = record if isinstance(record, TooLittleError) else None
-        if told := [each for each in island.told((short.least_bytes, short.cap_bytes) if short else None) if each]:
-            raise TooLittleError(*max(told))
+        if needs := [each for each in island.told((short.least_bytes, short.cap_bytes) if short else None) if each]:
+            raise TooLittleError(*max(needs))
         assert isinstance(record, Record)
         self._follow(record)
 
