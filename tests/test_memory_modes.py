@@ -73,8 +73,8 @@ def test_what_is_computed_again_ends_with_the_last_that_the_backward_pass_needs(
     entering = torch.ones(4, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         # The second product's result is not needed to find the gradient.
-        again = modes.again(layer, counter.get_total_flops, lambda: layer(entering).sum().backward())
-    assert again == 2 * 4 * 8 * 32
+        first, again = modes.again(layer, counter.get_total_flops, lambda: layer(entering).sum().backward())
+    assert first == 2 * again == 2 * 2 * 4 * 8 * 32
     assert layer(entering).shape == (4, 8) and entering.grad is not None
 
 

@@ -1,16 +1,20 @@
 """The bytes that the planner counts, against those that real processes of the same layout send."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from families import FAMILIES, gpt2
 from processes import run_replicas
+from torch import nn
 
 from farflung.planner.architecture import Architecture, architecture_of
 from farflung.planner.cost import exchange
 from farflung.planner.layout import Layout
 from farflung.planner.machines import Cluster, Machines
+from farflung.planner.saved import _passes, _spared
 from farflung.planner.step import Gathered, island_bytes
 from farflung.settings import Settings
 
@@ -82,3 +86,28 @@ def test_planned_bytes_are_those_that_are_sent(
     # Packets have headers, which matter for so small a model only.
     assert seen.pop("rounds") == pytest.approx(expected.pop("rounds"), rel=0.04)
     assert seen == expected
+
+
+class Bare(nn.Module):
+    """A layer without products."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.tanh()
+
+
+class Twofold(nn.Module):
+    """It returns what it is given, and something computed of it by two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, self.down(self.up(hidden).tanh())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_spared_is_a_part_of_the_forward_pass_whatever_the_backward_pass_computes(frozen: bool) -> None:
+    for layer, spared in ((Twofold(), 0.5), (Bare(), 0.0)):
+        layer.requires_grad_(not frozen)
+        assert _spared(layer, partial(_passes, layer, (torch.ones(4, 8),), {})) == spared

@@ -241,10 +241,10 @@ def forward_of(layer: nn.Module, compiled: bool) -> Callable[..., Any]:
     return torch.compile(forward, dynamic=False) if compiled else forward
 
 
-def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], None]) -> float:
-    """What some meter says of a layer's forward pass when it is computed again, in passes forward and back.
+def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], None]) -> tuple[float, float]:
+    """What some meter says of a layer's forward pass, and of it when it is computed again, in passes forward and back.
 
-    That ends as soon as the backward pass has what it needs.
+    The second ends as soon as the backward pass has what it needs.
     """
     forward, taken = layer.forward, []
 
@@ -257,7 +257,7 @@ def again(layer: nn.Module, meter: Callable[[], float], passes: Callable[[], Non
 
     with computing(layer, lambda *args, **given: _recompute(layer, metered, args, given)):
         passes()
-    return sum(taken[1:])
+    return taken[0], sum(taken[1:])
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ def _layer(model: Model, layer: nn.Module, seen: Seen, passes: int) -> Measured:
                 backward(forward())
         forward_s, backward_s = _timed(forward, backward, model.device)
         now = partial(_now, model.device)
-        again_s = min(modes.again(layer, now, lambda: backward(forward())) for _ in range(TIMES))
+        again_s = min(modes.again(layer, now, lambda: backward(forward()))[1] for _ in range(TIMES))
     state = _state(model, model.named(layer))
     # Muon brings matrices together of which processes have rows.
     state["step_bytes"] += _stepping(model.make, model.together(layer), model.device)[2]

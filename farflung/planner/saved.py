@@ -83,19 +83,19 @@ def _layers(outline: Any, sequences: int, length: int, precision: str) -> tuple[
 
 def _passes(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     """A layer's forward and backward pass."""
-    leaving = tensors_in(layer(args[0].detach().requires_grad_(), *args[1:], **given))[0]
-    leaving.backward(torch.ones_like(leaving))
+    returned = layer(args[0].detach().requires_grad_(), *args[1:], **given)
+    leaving = [tensor for tensor in tensors_in(returned) if tensor.requires_grad]
+    torch.autograd.backward(leaving, [*map(torch.ones_like, leaving)])
 
 
 def _spared(layer: Any, passes: Callable[[], None]) -> float:
     """The part of a layer's products with weights that computing it again does without.
 
-    Those of its backward pass are two forward passes'; attention is not counted on processors.
+    Attention is not counted on processors.
     """
     with FlopCounterMode(display=False) as counter:
-        repeated = again(layer, counter.get_total_flops, passes)
-        forward: float = (counter.get_total_flops() - repeated) / 3
-    return 1 - repeated / forward
+        forward, repeated = again(layer, counter.get_total_flops, passes)
+    return 1 - repeated / forward if forward else 0.0
 
 
 class _Counting(saved_tensors_hooks):
