@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farflung.errors import UserError
 from farflung.inner import ADAMW
+from farflung.memory.calls import calls_of
 from farflung.memory.fitted import Fitted
 from farflung.memory.plan import LayerCost, LayerPlan
 from farflung.memory.profile import Model
@@ -143,10 +144,11 @@ class Whole(nn.Module):
         super().__init__()
         self.begin, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.layers = nn.ModuleList(kind() for _ in range(3))
-        self.call = call
+        self.call, self.casts = call, False
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.end(self.call(self, self.begin(batch))).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
+            return self.end(self.call(self, self.begin(batch))).square().mean()
 
 
 def in_turn(whole: Whole, hidden: Tensor) -> Tensor:
@@ -251,6 +253,39 @@ def test_layers_of_any_kind_learn_the_same_bits(
     kept = learnt(made(kind, call), tmp_path, None)
     for plan in PLANS:
         assert same(learnt(made(kind, call), tmp_path, plan), kept), plan
+
+
+class Recurrent(nn.Module):
+    """It multiplies with the same weights at each place of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.inner(hidden)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "again"),
+    [(Plain, in_turn, False), (Plain, twice, True), (Plain, sharing, True), (Recurrent, in_turn, True)],
+)
+def test_gradients_of_weights_that_are_cast_once_for_several_uses_are_the_same_bits(
+    kind: Callable[[], nn.Module], call: Callable[[Whole, Tensor], Tensor], again: bool, tmp_path: Path
+) -> None:
+    """Autocast sums up what comes back to one copy in bfloat16, and what comes back to several in float32."""
+
+    def casting() -> Whole:
+        whole = made(kind, call)
+        whole.casts = True
+        return whole
+
+    kept = learnt(casting(), tmp_path, None)
+    for plan in PLANS:
+        assert same(learnt(casting(), tmp_path, plan), kept), plan
+    whole = casting()
+    _, found = calls_of(list(whole.layers), partial(whole, BATCHES[0]), CPU)
+    assert found == again
 
 
 class Named(Plain):

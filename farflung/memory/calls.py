@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from farflung.errors import UserError
-from farflung.memory.measure import tensors_in
+from farflung.memory.measure import storage_id, tensors_in
 
 REMEDY = "or leave out --memory"
 
@@ -31,27 +32,48 @@ class Seen:
     times: int = 1
 
 
-def calls_of(layers: Sequence[nn.Module], loss: Callable[[], Tensor], device: torch.device) -> list[Seen]:
+class Casts(TorchDispatchMode):
+    """A context that tells whether autocast casts some weight `again` in a pass: then all uses share one copy of it."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.again = False
+        self._left = set(map(storage_id, weights))
+        self._known = set(self._left)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (key := storage_id(args[0])) in self._known:
+            self.again |= key not in self._left
+            self._left.discard(key)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(layers: Sequence[nn.Module], loss: Callable[[], Tensor], device: torch.device) -> tuple[list[Seen], bool]:
     """How each layer is called; of the tensors, those of equal shapes are shared, as none of their values counts.
+
+    And whether autocast casts a weight of theirs more than once.
 
     A layer that a pass leaves out counts as another one of its class. Raises UserError for layers that cannot be
     measured alone.
     """
     found: dict[int, Seen] = {}
     alike: dict[Any, Tensor] = {}
-    versions: list[list[int]] = []
+    entered: list[tuple[bool, list[int]]] = []
 
     def begins(_: nn.Module, *given: Any) -> None:
-        versions.append([tensor._version for tensor in tensors_in(given)])
+        entered.append((torch.is_autocast_cache_enabled(), [tensor._version for tensor in tensors_in(given)]))
+        torch.set_autocast_cache_enabled(False)
 
     def note(number: int, layer: nn.Module, args: Any, given: Any, output: Any) -> None:
+        cached, versions = entered.pop()
+        torch.set_autocast_cache_enabled(cached)
         what = f"layer {number}, a {type(layer).__name__},"
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             raise UserError(f"{what} must be given hidden states first, and not by name; call it so, {REMEDY}")
-        if [tensor._version for tensor in tensors_in((args, given))] != versions.pop():
+        if [tensor._version for tensor in tensors_in((args, given))] != versions:
             raise UserError(f"{what} changes what it is given, so that it cannot compute it again; copy it, {REMEDY}")
         dtype = torch.get_autocast_dtype(device.type)
-        autocast = {"enabled": torch.is_autocast_enabled(device.type), "dtype": dtype, "cache_enabled": False}
+        autocast = {"enabled": torch.is_autocast_enabled(device.type), "dtype": dtype}
         entering, *rest = args
         entering = alike.setdefault((entering.shape, entering.dtype), entering.detach())
         times = found[number].times + 1 if number in found else 1
@@ -65,13 +87,17 @@ def calls_of(layers: Sequence[nn.Module], loss: Callable[[], Tensor], device: to
             layer.register_forward_hook(partial(note, number), with_kwargs=True),
         )
     ]
+    cached_before = torch.is_autocast_cache_enabled()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Casts(parameter for layer in layers for parameter in layer.parameters()) as casts:
             loss()
     finally:
+        torch.set_autocast_cache_enabled(cached_before)
         for handle in handles:
             handle.remove()
-    return [_seen(found, layers, number) for number in range(len(layers))]
+    for one in found.values():
+        one.autocast["cache_enabled"] = casts.again
+    return [_seen(found, layers, number) for number in range(len(layers))], casts.again
 
 
 def _seen(found: dict[int, Seen], layers: Sequence[nn.Module], number: int) -> Seen:

@@ -171,7 +171,8 @@ class Fitted:
             flights = [self._model.in_flight] * len(layers)
             check_room(Path(self._folder), sum(map(far_bytes, costs, plan.layers, flights)))
         others = (self._model.in_flight - 1) * sum(map(stays_bytes, costs, plan.layers))
-        calling = modes.Calling(self._copies, others + plan.prefetch_bytes, self._model.compiled)
+        near = others + plan.prefetch_bytes
+        calling = modes.Calling(self._copies, near, self._model.compiled, record.profile.casts_again)
         modes.apply(layers, plan.layers, costs, calling)
         self._keep_states_far(plan.layers, plan.prefetch_bytes)
         return_what_is_free(self._model.device)

@@ -201,11 +201,15 @@ FORWARD: dict[Mode, tuple[Callable[..., Any], bool]] = {
 
 @dataclass(frozen=True)
 class Calling:
-    """How layers are called: what is moved by what, and may take near beyond what kept layers keep; if `compiled`."""
+    """How layers are called: what is moved by what, and may take near beyond what kept layers keep; if `compiled`.
+
+    Where one `casts_again`, copies of weights that autocast has cast stay until the loss is computed.
+    """
 
     copies: Copies
     prefetch: int
     compiled: bool = False
+    casts_again: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +234,10 @@ def apply(
     mover = Mover(calling.copies, keeps, moves, again, sum(keeps) + calling.prefetch)
     for number, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
         forward = forward_of(layer, calling.compiled)
-        layer.forward = _Planned(
-            vars(layer).get("forward"), partial(_forward, layer, forward, number, plan.mode, mover)
-        )
+        if not calling.casts_again:
+            forward = _casting_anew()(forward)
+        moded = partial(_forward, layer, forward, number, plan.mode, mover)
+        layer.forward = _Planned(vars(layer).get("forward"), moded)
 
 
 def forward_of(layer: nn.Module, compiled: bool) -> Callable[..., Any]:
@@ -303,7 +308,7 @@ def _forward(
     call = mover.begin(number)
     compute, moves = FORWARD[mode]
     hooks = mover.moving(call, layer, (args[1:], given)) if moves else contextlib.nullcontext()
-    with _casting_anew(), hooks:
+    with hooks:
         output = compute(layer, forward, args, given)
     leaving = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
     if leaving is not None:

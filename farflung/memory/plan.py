@@ -98,6 +98,7 @@ class Profile:
         in_flight: forward passes that wait for their backward passes, at most.
         passes: forward and backward passes in a step. Plans are of one of them, and of that part of the optimizer's
             step; where there are several, gradients of passes before are there from the beginning of one.
+        casts_again: whether autocast casts a weight more than once in a pass, so that all uses share one copy.
     """
 
     layers: tuple[LayerCost, ...]
@@ -109,6 +110,7 @@ class Profile:
     beside: bool = True
     in_flight: int = 1
     passes: int = 1
+    casts_again: bool = False
 
     @cached_property
     def chain(self) -> tuple[LayerCost, ...]:

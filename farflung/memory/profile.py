@@ -95,7 +95,7 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
     UserError for layers that cannot be measured alone.
     """
     with torch.random.fork_rng(), _without_gradients(model.root), having(buffers_of(model.root)):
-        seen = calls_of(model.layers, model.loss, model.device)
+        seen, casts_again = calls_of(model.layers, model.loss, model.device)
         kinds = {key: number for number, key in reversed([*enumerate(map(kind_of, model.layers, seen))])}
         measured = {key: _layer(model, model.layers[number], seen[number], passes) for key, number in kinds.items()}
         # What is in no layer is whole from pass to pass, and so are its gradients.
@@ -117,6 +117,7 @@ def profiled(model: Model, copies: Copies, passes: int = 1) -> Profile:
         beside=False,
         in_flight=model.in_flight,
         passes=passes,
+        casts_again=casts_again,
     )
 
 
