@@ -80,7 +80,7 @@ class Options:
     cases: int = 200
     """For `search`."""
     gigabytes: tuple[float, ...] = (4, 8, 16)
-    """For `largest`."""
+    """For `largest`; 16 take 75 GB of disk and an hour or two."""
     width: int = 1024
     """Of the Llama of `largest`."""
     tokens: int = 2048
