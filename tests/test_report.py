@@ -269,6 +269,27 @@ def test_the_plain_log_of_a_growing_run_is_in_order_and_each_twentieth_of_it(rea
     assert [int(line.split()[1]) for line in lines if "validation" in line] == list(range(1, 50))
 
 
+def test_the_plain_log_tells_the_first_plan_of_memory_and_what_it_took(real: Path, tmp_path: Path) -> None:
+    (begun, *_), (trains, *_) = (lines_of(real, 0, kind) for kind in ("start", "step"))
+    planned = {
+        "event": "memory",
+        "replica": 0,
+        "at": 1,
+        "step": 0,
+        "plan": "of 2 layers, 2 keep what they save",
+        "cap": 10**9,
+    }
+    planned |= {"predicted_bytes": 9 * 10**8, "predicted_seconds": 1.5}
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    for replica in range(2):
+        lines = [begun, planned, trains, planned | {"at": 9, "measured_bytes": 8 * 10**8, "measured_seconds": 1.6}]
+        path_of(folder, replica).write_text(text(*(like(line, replica=replica) for line in lines)))
+    told = [line for line in watched(Run(folder)) if line.startswith("memory: ")]
+    plan = "memory: of 2 layers, 2 keep what they save; 900.0 MB of 1.0 GB"
+    assert told == [f"{plan}, 1.5 s a step", f"{plan} (measured: 800.0 MB), 1.5 s a step (measured: 1.6 s)"]
+
+
 def test_what_is_read_late_is_told_once_and_nothing_else_again(real: Path, tmp_path: Path) -> None:
     """The replicas' clocks began at other moments, so that what one of them writes later may lie before."""
     (begun, *_), (trains, *_), (evaluated, *_) = (lines_of(real, 0, kind) for kind in ("start", "step", "evaluation"))

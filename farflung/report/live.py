@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farflung.durations import duration
-from farflung.events import EvaluationEvent, Event, StartEvent, StepEvent, WarningEvent
+from farflung.events import EvaluationEvent, Event, MemoryEvent, StartEvent, StepEvent, WarningEvent
 from farflung.report import peers
 from farflung.report.facts import more_figures
 from farflung.report.memory import latest, memory_line
@@ -82,7 +82,9 @@ def _watch_plainly(
 ) -> None:
     # By identity: an event may be read late, and stand before others that were told.
     told: dict[int, Event] = {
-        id(event): event for kind in (StartEvent, EvaluationEvent, WarningEvent) for event in run.all_of(kind)
+        id(event): event
+        for kind in (StartEvent, MemoryEvent, EvaluationEvent, WarningEvent)
+        for event in run.all_of(kind)
     }
     told_step, told_at = _slowest_step(run), time.monotonic()
     done = False
@@ -95,6 +97,10 @@ def _watch_plainly(
                     _print(console, f"{whose}goes on from {run.at(start.step)}")
                 told[id(start)] = start
                 told_step = min(told_step, start.step)
+        for plan in run.of(min(run.replicas), MemoryEvent) if run.replicas else []:  # the others' are much the same
+            if id(plan) not in told:
+                _print(console, memory_line(plan))
+                told[id(plan)] = plan
         evaluations = run.by_step(EvaluationEvent)
         untold = [step for step, events in evaluations.items() if not any(id(event) in told for event in events)]
         distances = run.consensus_distance() if untold else {}
