@@ -248,6 +248,27 @@ def test_a_step_without_a_finite_loss_changes_nothing_far(tmp_path: Path) -> Non
     assert same(trained(far), wanted)
 
 
+def test_moments_that_others_have_made_go_far_before_the_first_step_of_ones_own(tmp_path: Path) -> None:
+    """A newcomer has them, and has trained no step itself."""
+
+    def computes(name: str) -> Trainer:
+        far = str(tmp_path / "far")
+        return trainer_of(tmp_path / name, steps=1, batch_size=2, tail_average=0, inner="muon", far_folder=far)
+
+    other = computes("other")
+    with other.stop.listening():
+        other.train()
+    other.log.events.close()
+    record = json.loads((tmp_path / "other/memory/replica-0.json").read_text())
+    record["plan"]["layers"] = [layer | {"state": "optimizer-far"} for layer in record["plan"]["layers"]]
+    (tmp_path / "new/memory").mkdir(parents=True)
+    (tmp_path / "new/memory/replica-0.json").write_text(json.dumps(record))
+    new = computes("new")
+    new.computing.take(other.optimizer.state_dict(), 0)
+    assert new.computing.far and new.computing.far(), "the plan is carried out, so that what is far is not near first"
+    new.log.events.close()
+
+
 def train(folder: Path, *arguments: str) -> None:
     run_together(1, "-m", "farflung", "train", *arguments, "--out", folder)
 

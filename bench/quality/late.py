@@ -15,8 +15,7 @@ from bench.lib.runs import Runs, around, changes, in_words, regime
 from bench.lib.search import AXES, WITH_MUON, tune_all
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
-from bench.quality.gap import ended
-from bench.quality.length import MUON
+from bench.quality.length import MUON, finite
 
 NONE = "no delay"
 WAYS: dict[str, Settings] = {
@@ -43,7 +42,7 @@ class Options:
     """What is delayed."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each row for each; the search uses the first."""
-    budget: int = 4
+    budget: int = 6
     """Runs that the search of each row may make."""
     model: str = "micro"
     """What is trained."""
@@ -96,6 +95,6 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 
 
 def tuned(store: Store, way: str, steps: int, options: Options) -> dict[int, Result]:
-    """The results of a row, by seed, with the loss of the weights that it ends with."""
+    """The results of a row, by seed."""
     settings = store.chosen.get(name_of(way, options), {}) | regime(steps, options.model, options.replicas)
-    return {seed: one for seed, one in ended(store.results(settings)).items() if one["validation_loss"]}
+    return finite(store.results(settings))

@@ -156,17 +156,12 @@ def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidat
     return Candidate(stretched, row.table, factor, computing, middle, least, most, sent, first)
 
 
-def _method(settings: dict[str, Any]) -> Method:
-    """With settings as they are recommended, of rounds that stay as far apart as they are on average."""
+def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
+    """The share of the time in which replicas compute, and the megabytes that one sends in a step."""
     given = dict(settings)
     if last := given.pop("every_final", None):
         given["every"] = round(math.sqrt(given["every"] * last))
-    return chosen(RoundSettings(**given))
-
-
-def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
-    """The share of the time in which replicas compute, and the megabytes that one sends in a step."""
-    method = _method(settings)
+    method: Method = chosen(RoundSettings(**given))
     conditions = Conditions(bandwidth_mbps=options.mbps, latency_ms=options.latency_ms, step_ms=options.step_ms)
     sizes = cache(partial(message_bytes, method, square_model(options.params)))
     timing = Timer(method, sizes, conditions, options.replicas, ROUNDS, math.inf).run()

@@ -97,7 +97,8 @@ def _watch_plainly(
                     _print(console, f"{whose}goes on from {run.at(start.step)}")
                 told[id(start)] = start
                 told_step = min(told_step, start.step)
-        for plan in run.of(min(run.replicas), MemoryEvent) if run.replicas else []:  # the others' are much the same
+        # The others' plans are much the same.
+        for plan in [event for replica in run.replicas[:1] for event in run.of(replica, MemoryEvent)]:
             if id(plan) not in told:
                 _print(console, memory_line(plan))
                 told[id(plan)] = plan

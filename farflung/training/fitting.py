@@ -106,8 +106,8 @@ class _Fitting:
         self._began: list[float] = []
 
     def take(self, kept: dict[str, Any], step: int) -> None:
-        """Plans first, so that what is to be far never lies near; who has taken no step has nothing that could."""
-        if not step:
+        """Plans first, so that what is to be far never lies near; who has no moments, nor taken a step, has nothing."""
+        if not step and not kept["state"]:
             self._optimizer.load_state_dict(kept)
             return
         self._begin(step)
