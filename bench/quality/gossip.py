@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from statistics import mean
 from bench.lib.runs import Runs, around, in_words, regime
 from bench.lib.search import AXES, WITH_MUON, tune
 from bench.lib.store import Result, Settings, Store
-from bench.lib.table import Cell, Part, Table
+from bench.lib.table import Part, Table
 from bench.lib.training import outcome
 
 METHODS: dict[str, Settings] = {
@@ -87,8 +87,7 @@ def conditions(settings: Settings, seed: int, lost: int, uneven: float) -> str:
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    common = regime(options.steps, options.model) | {"inner": "muon", "every": options.every}
-    with Runs(store, common, made) as runs, ThreadPoolExecutor(len(options.methods)) as threads:
+    with Runs(store, common(options), made) as runs, ThreadPoolExecutor(len(options.methods)) as threads:
         searches = {
             name: threads.submit(
                 tune, runs, name, CASES["8"] | METHODS[name], options.budget, options.seeds[0], AXES, WITH_MUON
@@ -96,34 +95,62 @@ def run(options: Options, store: Store) -> Iterator[Part]:
             for name in options.methods
         }
         tuned = {name: search.result() for name, search in searches.items()}
-        for case in options.cases:
-            for name in options.methods:
-                runs.start_all(tuned[name] | CASES[case], options.seeds)
-        for case in options.cases:
-            yield Table(COLUMNS, list(rows(runs, tuned, case, options)), f"{case} replicas, {options.steps} steps")
+        rows = [tuned[name] | CASES[case] for case in options.cases for name in options.methods]
+        for future in [future for settings in rows for future in runs.start_all(settings, options.seeds)]:
+            future.result()
+    for parts in tables(store, options).values():
+        yield from parts
 
 
-COLUMNS = {
-    "method": "",
-    "loss": "",
-    "to the last row": "+.1%",
-    "replicas apart": ".4f",
-    "MB a replica": ".1f",
-    "simulated h": ".3f",
-    "rounds": ".0f",
-    "tuned to": "",
-}
+def common(options: Options) -> Settings:
+    """What all rows have in common."""
+    return regime(options.steps, options.model) | {"inner": "muon", "every": options.every}
 
 
-def rows(runs: Runs, tuned: dict[str, Settings], case: str, options: Options) -> Iterator[tuple[Cell, ...]]:
-    """Each method's, in one case; a loss that is not finite counts as infinite."""
-    found = {name: list(runs.on_seeds(tuned[name] | CASES[case], options.seeds).values()) for name in tuned}
-    losses = {name: [one["validation_loss"] or math.inf for one in results] for name, results in found.items()}
-    yardstick = mean(list(losses.values())[-1])
-    for name, results in found.items():
-        apart, sent, seconds, rounds = (
-            mean(one.get(key) or 0 for one in results) for key in ("weight_spread", "bytes_sent", "seconds", "rounds")
-        )
-        searched = {axis.name: tuned[name][axis.name] for axis in AXES if axis.name in tuned[name]}
-        beside, megabytes = mean(losses[name]) / yardstick - 1, sent / CASES[case]["replicas"] / 1e6
-        yield name, around(losses[name]), beside, apart, megabytes, seconds / 3600, rounds, in_words(searched)
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """Each method's loss in each case, how far apart its replicas end and how long it takes; and what it sends."""
+    names = [name for name in options.methods if name in store.chosen]
+    found = {
+        name: {
+            case: [*store.results(common(options) | store.chosen[name] | CASES[case]).values()]
+            for case in options.cases
+        }
+        for name in names
+    }
+
+    def table(title: str, cell: Callable[[list[Result], list[Result]], str]) -> Table:
+        rows = [
+            (name, *(cell(found[name][case], found[names[-1]][case]) if found[name][case] else "" for case in columns))
+            for name in names
+        ]
+        return Table(dict.fromkeys(("replicas", *columns), ""), rows, title)
+
+    columns = [case for case in options.cases if names and found[names[-1]][case]]
+    first = options.cases[0]
+    sent = [
+        (name, mean_of("bytes_sent", 1e6 * CASES[first]["replicas"], 1)(found[name][first], []), searched(store, name))
+        for name in names
+        if found[name][first]
+    ]
+    return {
+        "gossip": [table(f"loss after {options.steps} steps, to the last row", loss)],
+        "gossip apart": [table("how far apart replicas end", mean_of("weight_spread", 1, 4))],
+        "gossip hours": [table("simulated hours", mean_of("seconds", 3600, 4))],
+        "gossip sent": [Table(dict.fromkeys(("", "MB a replica", "tuned to"), ""), sent)],
+    }
+
+
+def loss(own: list[Result], yardstick: list[Result]) -> str:
+    """Mean and deviation, and by how much the mean is above another's; a loss that is not finite is infinite."""
+    losses, others = ([one["validation_loss"] or math.inf for one in results] for results in (own, yardstick))
+    return f"{around(losses)} ({mean(losses) / mean(others) - 1:+.1%})"
+
+
+def mean_of(key: str, unit: float, digits: int) -> Callable[[list[Result], list[Result]], str]:
+    """A cell with the mean of one of the results' figures, in some unit."""
+    return lambda own, _: f"{mean(one.get(key) or 0 for one in own) / unit:.{digits}f}"
+
+
+def searched(store: Store, name: str) -> str:
+    """What the search has found for a method, in words."""
+    return in_words({axis.name: store.chosen[name][axis.name] for axis in AXES if axis.name in store.chosen[name]})

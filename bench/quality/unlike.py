@@ -67,7 +67,17 @@ SMOKE = Options(sources=2, steps=4, every=2, batch_size=2, seeds=(0,), budget=1,
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    common: Settings = {
+    rounds = {way: {} if WAYS[way]["method"] in ("ddp", "local") else {"every": options.every} for way in options.ways}
+    rows = {way: WAYS[way] | rounds[way] for way in options.ways}
+    with Runs(store, regime(options), made) as runs:
+        tune_all(runs, rows, options.budget, options.seeds, AXES[:1], WITH_MUON)
+    for parts in tables(store, options).values():
+        yield from parts
+
+
+def regime(options: Options) -> Settings:
+    """What all rows have in common."""
+    return {
         "model": options.model,
         "tokenizer": "bytes",
         "inner": "muon",
@@ -79,17 +89,28 @@ def run(options: Options, store: Store) -> Iterator[Part]:
         "eval_every": options.steps,
         "log_every": options.steps,
     }
-    rounds = {way: {} if WAYS[way]["method"] in ("ddp", "local") else {"every": options.every} for way in options.ways}
-    rows = {way: WAYS[way] | rounds[way] for way in options.ways}
-    with Runs(store, common, made) as runs:
-        found = tune_all(runs, rows, options.budget, options.seeds, AXES[:1], WITH_MUON)
-    lines = [line(way, settings, [*results.values()]) for way, (settings, results) in found.items()]
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """How far each way is above the sources' entropies, of runs that have not diverged; and source by source."""
+    chosen = {way: store.chosen[way] for way in options.ways if way in store.chosen}
+    found = {
+        way: {seed: one for seed, one in store.results(regime(options) | settings).items() if "above" in one}
+        for way, settings in chosen.items()
+    }
+    lines = [line(way, chosen[way], [*results.values()]) for way, results in found.items() if results]
     title = (
         f"{options.sources} replicas, each with a source of its own; rounds every {options.every} of {options.steps} "
         "steps; nats a token above the source's entropy"
     )
     columns = {"": "", "replicas": "", "best source": ".4f", "worst source": ".4f", "averaged": "", "tuned to": ""}
-    yield Table(columns, lines, title)
+    first = options.seeds[0]
+    each = [(way, *results[first]["above"]) for way, results in found.items() if first in results]
+    sources = {"": "", **{f"source {number}": ".4f" for number in range(options.sources)}}
+    return {
+        "unlike": [Table(columns, lines, title)],
+        "unlike sources": [Table(sources, each, f"each source, seed {first}")],
+    }
 
 
 def line(way: str, settings: Settings, results: list[Result]) -> tuple[Cell, ...]:
