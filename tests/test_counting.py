@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from registered import METHODS
-from torch import nn
+from torch import Tensor, nn
 
 from farflung import methods
 from farflung.cells import cells_among
+from farflung.codecs import Codec
 from farflung.methods import RECIPES, Method
 from farflung.networks import Network, Simulation
 from farflung.outer import bytes_per_parameter, kept_bytes, message_bytes, traffic_per_hop
@@ -109,3 +110,16 @@ def test_torchs_default_dtype_and_device_do_not_matter(name: str) -> None:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     assert other == usual
+
+
+def test_cells_of_the_same_shapes_are_counted_once_however_many_there_are() -> None:
+    asked = []
+
+    class Told(Codec):
+        def nbytes(self, like: Sequence[Tensor]) -> int:
+            asked.append([tuple(tensor.shape) for tensor in like])
+            return 1 + sum(tensor.numel() for tensor in like)
+
+    cells = cells_among([[(8, 8)]] * 1000 + [[(8, 4)]] * 10)
+    assert message_bytes(replace(methods.noloco(), codec=Told()), cells, 2) == 1000 * (1 + 64) + 10 * (1 + 32)
+    assert asked == [[(8, 8)], [(8, 4)]]

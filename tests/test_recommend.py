@@ -145,7 +145,7 @@ def test_rows_of_which_the_same_gap_is_shown_are_ordered_by_more_than_that_and_i
 
 
 def test_its_command_is_one_that_train_takes_and_it_tells_how_thin_the_evidence_is() -> None:
-    chosen = options(link="20mbps")
+    chosen = options(link="20mbps", steps=900)
     candidates = recommend(chosen)
     text = told(candidates, chosen)
     (command,) = re.findall(r"^take: farflung train (.*)$", text, flags=re.MULTILINE)
@@ -153,6 +153,7 @@ def test_its_command_is_one_that_train_takes_and_it_tells_how_thin_the_evidence_
     given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(*[iter(words)] * 2, strict=True)}
     settings = Settings.of(**{name: int(value) if value.isdigit() else value for name, value in given.items()})
     assert settings.method().schedule.every == candidates[0].settings["every"]
+    assert settings.run.steps == 900
     assert "were not measured" in text and "evidence is thin" in text and "docs/evidence.md" in text
     assert not any(len(line) > 300 for line in text.splitlines())
 

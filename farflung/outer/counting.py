@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,8 @@ def message_bytes(method: Method, cells: Sequence[Cell], members: int) -> int:
         return _FLOAT * _count(message)
     gathered = uses_all_gather(codec, method.averaging, members)
     parts = [message] if gathered else cut(message, members)
-    return sum(_codec_of(cell, codec).nbytes(tensors) for part in parts for cell, tensors in part.items())
+    counted = _counted(codec, lambda codec, tensors: codec.nbytes(tensors))
+    return sum(counted(cell, tensors) for part in parts for cell, tensors in part.items())
 
 
 def added_bytes(method: Method, cells: Sequence[Cell], replicas: int) -> float:
@@ -72,7 +74,9 @@ def kept_bytes(method: Method, cells: Sequence[Cell], in_blocks: bool = False) -
     if not method.exchanges:
         return 0.0
     message = _message(method, cells)
-    remembered = sum(_codec_of(cell, method.codec).state_nbytes(tensors) for cell, tensors in message.items())
+    remembered = sum(
+        starmap(_counted(method.codec, lambda codec, tensors: codec.state_nbytes(tensors)), message.items())
+    )
     if method.outer is None:
         flights = 2 * (BLOCK + max(cell.numel for cell in cells)) if in_blocks else math.inf
         return _FLOAT * min(_count(message), flights) + remembered
@@ -103,5 +107,17 @@ def _count(message: Mapping[str, Sequence[Tensor]]) -> int:
     return sum(tensor.numel() for tensors in message.values() for tensor in tensors)
 
 
-def _codec_of(cell: str, codec: Codec) -> Codec:
-    return Dense() if cell in (NOTES, LENGTHS) else codec
+def _counted(
+    codec: Codec, bytes_of: Callable[[Codec, Sequence[Tensor]], int]
+) -> Callable[[str, Sequence[Tensor]], int]:
+    """Counts a cell's bytes; large models have thousands of the same shapes, which are counted once."""
+    dense, known = Dense(), dict[tuple[bool, tuple[Shape, ...]], int]()
+
+    def counted(cell: str, tensors: Sequence[Tensor]) -> int:
+        plain = cell in (NOTES, LENGTHS)
+        key = plain, tuple(tensor.shape for tensor in tensors)
+        if key not in known:
+            known[key] = bytes_of(dense if plain else codec, tensors)
+        return known[key]
+
+    return counted

@@ -187,7 +187,7 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
     lines = [
         Table(COLUMNS, candidates).text(),
         "",
-        f"take: farflung train {best.flags}",
+        f"take: farflung train {best.flags} --steps {options.steps}",
         f"expected validation loss: {gap}, in a run of {options.steps:,} steps",
         f'from: docs/evidence.md, "{best.table}"',
     ]
