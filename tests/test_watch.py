@@ -39,6 +39,7 @@ from farflung.report.watching import Followed, Visited, view
 from farflung.report.watching.view import View
 from farflung.settings import Settings
 from farflung.training.writing import FIRST_S, Writing
+from farflung.workloads import language
 
 AXES = ("tokens", "bytes", "seconds", "steps")
 WHAT = ("training", "validation", 0, 1)
@@ -324,6 +325,16 @@ def test_writing_changes_no_weight_and_no_random_number_of_training() -> None:
                 parameter.fill_(torch.nan)
         assert writing.sample(torch.device("cpu")) == "" and island.model.training
         assert torch.equal(torch.get_rng_state(), state)
+
+    with_island(case)
+
+
+def test_a_text_ends_where_it_is_once_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(island: Island) -> None:
+        whole = island.sample()
+        monkeypatch.setattr(language, "SAMPLE_S", 1e-9)
+        cut = island.sample()
+        assert len(cut) == 8 + 1 and whole.startswith(cut[:8]) and len(whole) > len(cut)
 
     with_island(case)
 

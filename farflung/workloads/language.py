@@ -35,8 +35,8 @@ else:
         for name in ("adapters", "base", "chats", "decoder", "models", "sources", "tokenizers")
     )
 
-PROMPT_TOKENS = 16
-SAMPLE_TOKENS = 256
+PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_S = 16, 256, 60.0
+"""Of a sample: the tokens that are given, those in all, and seconds after which it ends where it is."""
 
 TEMPERATURE = 0.7
 """Of the sample that a trained model writes."""
@@ -257,6 +257,7 @@ class Language:
                 max_length=self._sample_length,
                 do_sample=True,
                 temperature=TEMPERATURE,
+                max_time=SAMPLE_S,
                 pad_token_id=self.tokenizer.end,
             )[0].tolist()
         if not self._answers:
