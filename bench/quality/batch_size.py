@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from statistics import mean
 
 from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, START, WITH_MUON, Tuned, tune_all
-from bench.lib.store import Settings, Store
+from bench.lib.search import AXES, START, WITH_MUON, tune_all
+from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
+from bench.quality.length import finite
 
 WAYS: dict[str, Settings] = {
     "ddp, AdamW": {"method": "ddp", "inner": "adamw"},
@@ -48,6 +48,11 @@ class Options:
     ways: tuple[str, ...] = tuple(WAYS)
     """Which rows to make."""
 
+    @property
+    def keys(self) -> list[Key]:
+        """All rows."""
+        return list(product(self.ways, self.factors))
+
     def of(self, way: str, factor: int) -> Settings:
         """A row's settings before it is tuned; it warms up over as many tokens as with the smallest batch."""
         steps = self.steps // factor
@@ -60,25 +65,34 @@ SMOKE = Options(steps=8, factors=(1, 2), every=2, seeds=(0,), budget=1, replicas
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    keys = list(product(options.ways, options.factors))
-    names = {key: "{}, {} times the batch, {} steps".format(*key, options.steps) for key in keys}
-    tuned: dict[str, Tuned] = {}
     with Runs(store, {}) as runs:
         for inner, begin in (("adamw", START), ("muon", WITH_MUON)):
-            rows = {names[key]: options.of(*key) for key in keys if WAYS[key[0]]["inner"] == inner}
-            tuned |= tune_all(runs, rows, options.budget, options.seeds, AXES[:1], begin)
-    found = {key: tuned[name] for key, name in names.items()}
+            keys = [(way, factor) for way, factor in options.keys if WAYS[way]["inner"] == inner]
+            rows = {name_of(*key, options): options.of(*key) for key in keys}
+            tune_all(runs, rows, options.budget, options.seeds, AXES[:1], begin)
+    yield from tables(store, options)["batch size"]
+
+
+def name_of(way: str, factor: int, options: Options) -> str:
+    """What the store calls a tuned row."""
+    return f"{way}, {factor} times the batch, {options.steps} steps"
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """Losses by batch, beside each way's smallest batch, and beside ddp with the same optimizer and batch."""
+    chosen = {key: store.chosen[name] for key in options.keys if (name := name_of(*key, options)) in store.chosen}
+    found = {key: finite(store.results(settings)) for key, settings in chosen.items()}
     columns = ("", "batch", "loss", "to its smallest", "to ddp", "tuned to")
     title = f"{options.replicas} replicas, the tokens of {options.steps} steps of {BATCH} sequences each"
-    yield Table(dict.fromkeys(columns, ""), [line(key, found, options) for key in keys], title)
+    lines = [line(key, found, chosen[key], options) for key in found if found[key]]
+    return {"batch size": [Table(dict.fromkeys(columns, ""), lines, title)]}
 
 
-def line(key: Key, found: dict[Key, Tuned], options: Options) -> tuple[Cell, ...]:
-    """A row, beside its own smallest batch, and beside ddp with the same optimizer and batch."""
+def line(key: Key, found: dict[Key, dict[int, Result]], settings: Settings, options: Options) -> tuple[Cell, ...]:
+    """A row; what it is to stand beside may not be there yet."""
     way, factor = key
-    settings, results = found[key]
-    smallest = found[way, options.factors[0]][1]
-    ddp = f"ddp, {way.partition(', ')[2]}", factor
-    losses = around((one["validation_loss"] for one in results.values()), 4)
-    beside = [f"{mean(changes(results, base)):+.1f} %" for base in (smallest, found[ddp][1])]
-    return way, BATCH * factor, losses, *beside, in_words({"lr": settings["lr"]})
+    beside = [(way, options.factors[0]), (f"ddp, {way.partition(', ')[2]}", factor)]
+    own, apart = found[key], [changes(found[key], found.get(other, {})) for other in beside]
+    gaps = [f"{around(each, 1, '+')} %" if each else "" for each in apart]
+    losses = around((one["validation_loss"] for one in own.values()), 4)
+    return way, str(BATCH * factor), losses, *gaps, in_words({"lr": settings["lr"]})
