@@ -39,7 +39,7 @@ from farflung.report.watching import Followed, Visited, view
 from farflung.report.watching.view import View
 from farflung.settings import Settings
 from farflung.training.writing import FIRST_S, Writing
-from farflung.workloads import language
+from farflung.workloads import continuing
 
 AXES = ("tokens", "bytes", "seconds", "steps")
 WHAT = ("training", "validation", 0, 1)
@@ -332,7 +332,7 @@ def test_writing_changes_no_weight_and_no_random_number_of_training() -> None:
 def test_a_text_ends_where_it_is_once_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def case(island: Island) -> None:
         whole = island.sample()
-        monkeypatch.setattr(language, "SAMPLE_S", 1e-9)
+        monkeypatch.setattr(continuing, "SAMPLE_S", 1e-9)
         cut = island.sample()
         assert len(cut) == 8 + 1 and whole.startswith(cut[:8]) and len(whole) > len(cut)
 

@@ -21,25 +21,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from farflung.workloads import adapters, base, chats, decoder, models, sources, tokenizers
+    from farflung.workloads import adapters, base, chats, continuing, decoder, models, sources, tokenizers
     from farflung.workloads import subspace as subspaces
     from farflung.workloads.base import Batch, Coordinates, Forward, Ids, Load, Reshape, Score, Span
     from farflung.workloads.chats import Chats, Labelled
+    from farflung.workloads.continuing import Continuation
     from farflung.workloads.data import Data
     from farflung.workloads.shards import Shards
     from farflung.workloads.sources import Mixture, Source
 else:
     np, torch, subspaces = Later("numpy"), Later("torch"), Later("farflung.workloads.subspace")
-    adapters, base, chats, decoder, models, sources, tokenizers = (
+    adapters, base, chats, continuing, decoder, models, sources, tokenizers = (
         Later(f"farflung.workloads.{name}")
-        for name in ("adapters", "base", "chats", "decoder", "models", "sources", "tokenizers")
+        for name in ("adapters", "base", "chats", "continuing", "decoder", "models", "sources", "tokenizers")
     )
-
-PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLE_S = 16, 256, 60.0
-"""Of a sample: the tokens that are given, those in all, and seconds after which it ends where it is."""
-
-TEMPERATURE = 0.7
-"""Of the sample that a trained model writes."""
 
 
 class Language:
@@ -248,21 +243,10 @@ class Language:
 
     def sample(self, model: Any, seed: int, device: torch.device) -> str:
         """How a model continues the beginning of a sequence held out, or answers a prompt held out."""
-        torch.manual_seed(seed)
-        prompt = self._prompt().to(device)
-        with models.without_remarks():
-            tokens = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_length=self._sample_length,
-                do_sample=True,
-                temperature=TEMPERATURE,
-                max_time=SAMPLE_S,
-                pad_token_id=self.tokenizer.end,
-            )[0].tolist()
+        tokens = self._continuation.by(model, seed, device)
         if not self._answers:
             return self.tokenizer.decode(tokens)
-        asked = prompt.shape[1]
+        asked = self._continuation.prompt.shape[1]
         return "\n".join(self.tokenizer.decode(part).strip() for part in (tokens[:asked], tokens[asked:]))
 
     def export(self, weights: Mapping[str, Tensor], target: Path, seed: int, constrained_to: int = 0) -> None:
@@ -373,26 +357,12 @@ class Language:
 
     def sample_in_pieces(self, forward: Forward, seed: int) -> str:
         """See Divisible. Each new token takes a pass through all stages."""
-        prompt = self._prompt()
-        tokens, begun = prompt[0].tolist(), prompt.shape[1]
-        generator = torch.Generator().manual_seed(seed)
-        while len(tokens) < self._sample_length and (len(tokens) == begun or tokens[-1] != self.tokenizer.end):
-            scores = forward(torch.tensor([tokens]), lambda logits: logits[0, -1], self.config.vocab_size)
-            chances = torch.softmax(scores / TEMPERATURE, dim=0)
-            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(self._continuation.in_pieces(forward, self.config.vocab_size, seed))
 
-    @property
-    def _sample_length(self) -> int:
-        longest = self._prompt().shape[1] + SAMPLE_TOKENS if self._answers else SAMPLE_TOKENS
-        return min(longest, self.settings.sequence_length)
-
-    def _prompt(self) -> Tensor:
-        """(1, tokens): the beginning of a sequence held out; of a chat, all that comes before its first answer."""
-        tokens, labels = chats.labelled(self._held_out)
-        if not self._answers:
-            return tokens[:1, : min(PROMPT_TOKENS, min(SAMPLE_TOKENS, self.settings.sequence_length) // 2)]
-        return tokens[:1, : int((labels[0, 1:] != chats.IGNORED).nonzero()[0]) + 1]
+    @cached_property
+    def _continuation(self) -> Continuation:
+        most = self.settings.sequence_length
+        return continuing.Continuation.of(self._held_out, self._answers, most, self.tokenizer.end)
 
 
 def _parts(batch: Tensor | Labelled) -> Labelled | tuple[Tensor]:
