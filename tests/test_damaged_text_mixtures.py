@@ -180,6 +180,13 @@ def test_the_commands_name_the_run_that_is_wrong_and_write_nothing(mixture: Mixt
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_in_the_place_of_a_run_is_told_of(mixture: Mixture) -> None:
+    shutil.rmtree(mixture.run(1))
+    mixture.run(1).write_text("a run")
+    found = farflung("mixture", "evaluate", mixture.folder)
+    assert f"farflung: {mixture.run(1)} is a file; in its place, give the folder of a run" in found.stderr
+
+
 def test_bytes_that_are_no_text_are_told_of(mixture: Mixture) -> None:
     """So does Python take an argument that is no UTF-8."""
     refused("the text is no Unicode", lambda: route(mixture, "12\udcff"))

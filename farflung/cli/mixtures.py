@@ -165,7 +165,9 @@ def _named(found: Split, dense: Path | None, folder: Path) -> Iterator[None]:
 
 
 def _exported(run: Path, folder: Path) -> Path:
-    """A run's model as a folder that transformers loads: made there, unless it is one already."""
+    """A run's model as a folder that transformers loads: made there, unless it is one already. Raises UserError."""
+    if run.is_file():
+        raise UserError(f"{run} is a file; in its place, give the folder of a run, or of an exported model")
     if (run / "config.json").exists():
         return run
     from farflung.training.export import export as write_export
