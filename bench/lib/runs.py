@@ -116,6 +116,11 @@ class Runs:
         print(f"{time.strftime('%H:%M:%S')} {next(iter(result.values()))}  seed {seed}  {settings}", flush=True)
 
 
+def sound(results: dict[int, Result]) -> dict[int, Result]:
+    """Those that have not diverged."""
+    return {seed: one for seed, one in results.items() if one["validation_loss"]}
+
+
 def around(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
     """Mean and deviation."""
     values = list(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import mean
 
-from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.runs import Runs, around, changes, in_words, regime, sound
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
 
@@ -123,13 +123,13 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 
 def answer(name: str, found: dict[int, Result], reference: dict[int, Result]) -> tuple[str, ...]:
     """A row's line."""
-    sound = {seed: result for seed, result in found.items() if result["validation_loss"]}
-    if not sound:
+    ended = sound(found)
+    if not ended:
         return name, "diverged", "", "", ""
     return (
         name,
-        around(result["validation_loss"] for result in sound.values()),
-        f"{around(changes(sound, reference), 1, '+')} %",
-        around(result["validation_loss_averaged"] for result in sound.values()),
-        f"{mean(result['weight_spread'] for result in sound.values()):.2g}",
+        around(result["validation_loss"] for result in ended.values()),
+        f"{around(changes(ended, reference), 1, '+')} %",
+        around(result["validation_loss_averaged"] for result in ended.values()),
+        f"{mean(result['weight_spread'] for result in ended.values()):.2g}",
     )

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.runs import Runs, around, changes, in_words, regime, sound
 from bench.lib.search import AXES, START, WITH_MUON, tune_all
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
-from bench.quality.length import finite
 
 WAYS: dict[str, Settings] = {
     "ddp, AdamW": {"method": "ddp", "inner": "adamw"},
@@ -81,7 +80,7 @@ def name_of(way: str, factor: int, options: Options) -> str:
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
     """Losses by batch, beside each way's smallest batch, and beside ddp with the same optimizer and batch."""
     chosen = {key: store.chosen[name] for key in options.keys if (name := name_of(*key, options)) in store.chosen}
-    found = {key: finite(store.results(settings)) for key, settings in chosen.items()}
+    found = {key: sound(store.results(settings)) for key, settings in chosen.items()}
     columns = ("", "batch", "loss", "to its smallest", "to ddp", "tuned to")
     title = f"{options.replicas} replicas, the tokens of {options.steps} steps of {BATCH} sequences each"
     lines = [line(key, found, chosen[key], options) for key in found if found[key]]

@@ -16,7 +16,7 @@ from statistics import mean
 
 import numpy as np
 
-from bench.lib.runs import Runs, around, changes, in_words, regime
+from bench.lib.runs import Runs, around, changes, in_words, regime, sound
 from bench.lib.search import AXES, WITH_MUON, Axis, tune
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
@@ -123,7 +123,7 @@ def finite(results: dict[int, Result]) -> dict[int, Result]:
     """
     averaged = ended(results)
     ends = {seed: averaged[seed] if one.get("rounds") else one for seed, one in results.items()}
-    return {seed: one for seed, one in ends.items() if one["validation_loss"]}
+    return sound(ends)
 
 
 def measured(store: Store, options: Options) -> dict[tuple[str, int], dict[int, Result]]:

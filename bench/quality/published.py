@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, Tuned, tune_all
-from bench.lib.store import Settings, Store
+from bench.lib.runs import Runs, around, changes, in_words, regime, sound
+from bench.lib.search import AXES, tune_all
+from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 
 NOLOCO: Settings = {"method": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5}
@@ -58,18 +58,34 @@ SMOKE = Options(rounds=(2,), seeds=(0,), budget=1, replicas=2, ways=("DiLoCo, ev
 def run(options: Options, store: Store) -> Iterator[Part]:
     with Runs(store, {}) as runs:
         for rounds in sorted(options.rounds):
-            rows = {f"{way}, {rounds} rounds": options.of(way, rounds) for way in options.ways}
-            tuned = tune_all(runs, rows, options.budget, options.seeds, AXES[:1])
-            found = dict(zip(options.ways, tuned.values(), strict=True))
-            columns = ("method", "loss", "to DiLoCo, every 50", "replicas apart", "tuned to")
-            title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
-            yield Table(dict.fromkeys(columns, ""), [line(way, found) for way in options.ways], title)
+            rows = {name_of(way, rounds): options.of(way, rounds) for way in options.ways}
+            tune_all(runs, rows, options.budget, options.seeds, AXES[:1])
+    yield from tables(store, options)["published"]
 
 
-def line(way: str, found: dict[str, Tuned]) -> tuple[Cell, ...]:
-    """A row, beside DiLoCo's with as many rounds as NoLoCo's."""
-    settings, results = found[way]
-    losses = around((one["validation_loss"] for one in results.values()), 4)
-    apart = f"{mean(one.get('weight_spread') or 0 for one in results.values()):.4f}"
-    beside = f"{around(changes(results, found['DiLoCo, every 50'][1]), 2, '+')} %"
-    return way, losses, beside, apart, in_words({"lr": settings["lr"]})
+def name_of(way: str, rounds: int) -> str:
+    """What the store calls a tuned row."""
+    return f"{way}, {rounds} rounds"
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """The rows of each length, beside DiLoCo's with as many rounds as NoLoCo's."""
+    return {"published": [table for rounds in options.rounds if (table := _of_length(store, options, rounds)).rows]}
+
+
+def _of_length(store: Store, options: Options, rounds: int) -> Table:
+    chosen = {way: store.chosen[name_of(way, rounds)] for way in options.ways if name_of(way, rounds) in store.chosen}
+    found = {way: sound(store.results(settings)) for way, settings in chosen.items()}
+    columns = ("method", "loss", "to DiLoCo, every 50", "replicas apart", "tuned to")
+    title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
+    rows = [line(way, found, chosen[way]) for way, results in found.items() if results]
+    return Table(dict.fromkeys(columns, ""), rows, title)
+
+
+def line(way: str, found: dict[str, dict[int, Result]], settings: Settings) -> tuple[Cell, ...]:
+    """A row; what it is to stand beside may not be there yet."""
+    own, beside = found[way], changes(found[way], found.get("DiLoCo, every 50", {}))
+    losses = around((one["validation_loss"] for one in own.values()), 4)
+    apart = f"{mean(one.get('weight_spread') or 0 for one in own.values()):.4f}"
+    change = f"{around(beside, 2, '+')} %" if beside else ""
+    return way, losses, change, apart, in_words({"lr": settings["lr"]})

@@ -12,7 +12,7 @@ from math import inf
 from statistics import correlation, mean
 
 from bench.lib.runs import Runs, regime
-from bench.lib.store import Result, Store
+from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
 from bench.quality import frontier
 
@@ -35,30 +35,40 @@ SMOKE = Options(models=("micro",), steps=2, replicas=2, rows=("ddp", "diloco, ev
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
-    tuned = Store("frontier")
-    losses = {frontier.Options.model: {name: _loss(tuned, name, options) for name in options.rows}}
     with Runs(store, {}) as runs:
-        started = {
-            (model, name): runs.start_all(
-                regime(options.steps, model, options.replicas) | tuned.chosen_as(name), options.seeds
-            )
-            for model in options.models
-            for name in options.rows
-        }
-        for model in options.models:
-            losses[f"{model} as tuned"] = {
-                name: _mean([future.result() for future in started[model, name]]) for name in options.rows
-            }
+        rows = [settings_of(name, model, options) for model in options.models for name in options.rows]
+        for future in [future for settings in rows for future in runs.start_all(settings, options.seeds)]:
+            future.result()
+    for parts in tables(store, options).values():
+        yield from parts
+
+
+def settings_of(name: str, model: str, options: Options) -> Settings:
+    """A row as frontier has tuned it, on another model."""
+    return regime(options.steps, model, options.replicas) | Store("frontier").chosen_as(name)
+
+
+def tables(store: Store, options: Options) -> dict[str, list[Part]]:
+    """Losses and ranks on the model that rows were tuned on, and on larger ones that all rows were made on."""
+    tuned, base = Store("frontier"), frontier.Options().regime
+    found = {frontier.Options.model: {name: tuned.results(base | tuned.chosen_as(name)) for name in options.rows}}
+    for model in options.models:
+        results = {name: store.results(settings_of(name, model, options)) for name in options.rows}
+        if all(results.values()):
+            found[f"{model} as tuned"] = results
+    losses = {model: {name: _loss(each[name], options) for name in options.rows} for model, each in found.items()}
     places = {model: ranks(each) for model, each in losses.items()}
     columns, lines = {"method": ""}, [list[Cell]([name]) for name in options.rows]
     for model in losses:
         columns |= {model: ".4f", f"{model}, rank": ".0f"}
         for name, line in zip(options.rows, lines, strict=True):
             line += [losses[model][name], places[model][name]]
-    yield Table(columns, lines, f"{options.replicas} replicas, {options.steps} steps")
-    base, *larger = places.values()
-    for model, theirs in zip(options.models, larger, strict=True):
-        yield f"{model}: correlation of ranks {correlation(list(base.values()), list(theirs.values())):.2f}"
+    first, *larger = places
+    alike = [(model, spearman(places[first], places[model])) for model in larger]
+    return {
+        "transfer": [Table(columns, lines, f"{options.replicas} replicas, {options.steps} steps")],
+        "transfer ranks": [Table({"": "", f"correlation with the ranks on {first}": ".2f"}, alike)],
+    }
 
 
 def ranks(losses: Mapping[str, float]) -> dict[str, float]:
@@ -67,12 +77,11 @@ def ranks(losses: Mapping[str, float]) -> dict[str, float]:
     return {name: float(order.index(name) + 1) for name in losses}
 
 
-def _loss(tuned: Store, name: str, options: Options) -> float:
-    """What frontier has reached with a row."""
-    settings = frontier.Options().regime | tuned.chosen_as(name)
-    return _mean([one for seed, one in tuned.results(settings).items() if seed in options.seeds])
+def spearman(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """How alike two rankings of the same rows are: 1 for the same, -1 for the reverse."""
+    return correlation([one[name] for name in one], [other[name] for name in one])
 
 
-def _mean(results: list[Result]) -> float:
-    """Of the losses; infinite where one has diverged."""
-    return mean(inf if one["validation_loss"] is None else one["validation_loss"] for one in results)
+def _loss(results: dict[int, Result], options: Options) -> float:
+    """The mean over the seeds; infinite where one has diverged."""
+    return mean(one["validation_loss"] or inf for seed, one in results.items() if seed in options.seeds)
