@@ -50,6 +50,8 @@ PARTS: dict[str, Settings] = {
     "a late average": {"tail_average": 0.1},
 }
 """What is put into the best way, one at a time."""
+PLAIN: Settings = {"codec": "float32", "every_final": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+"""Means of whole weights and no outer optimizer: what is left is what rounds apart cost."""
 SEARCHED = (AXES[0], Axis("weight_decay", step=1 / 4))
 
 
@@ -63,6 +65,10 @@ class Options:
     """What to put into the best way, one at a time."""
     parts_at: tuple[int, ...] = (800, 3200)
     """The lengths at which."""
+    rhythms: tuple[int, ...] = (1, 2, 4)
+    """Steps between plain means in the best way, with nothing tuned again."""
+    rhythms_at: int = 3200
+    """The length at which."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each tuned row for each; the search uses the first."""
     budget: int = 5
@@ -78,7 +84,15 @@ class Options:
 
 
 SMOKE = Options(
-    steps=(2, 4), ways=tuple(WAYS)[:2], parts=tuple(PARTS)[:1], parts_at=(2,), seeds=(0,), budget=1, replicas=2
+    steps=(2, 4),
+    ways=tuple(WAYS)[:2],
+    parts=tuple(PARTS)[:1],
+    parts_at=(2,),
+    rhythms=(1,),
+    rhythms_at=2,
+    seeds=(0,),
+    budget=1,
+    replicas=2,
 )
 
 
@@ -94,7 +108,10 @@ def run(options: Options, store: Store) -> list[Part]:
                 for future in futures:
                     future.result()
         found = [with_parts(store, options, steps) for steps in options.parts_at]
-        for future in [runs.start(one, options.seeds[0]) for settings in found for one in settings.values()]:
+        started = [runs.start(one, options.seeds[0]) for settings in found for one in settings.values()]
+        for settings in with_rhythms(store, options).values():
+            started += runs.start_all(settings, options.seeds)
+        for future in started:
             future.result()
     return [part for parts in tables(store, options).values() for part in parts]
 
@@ -108,6 +125,12 @@ def with_parts(store: Store, options: Options, steps: int) -> dict[str, Settings
     """The best way as tuned, with one part each."""
     best = store.chosen.get(name_of(list(WAYS)[1], steps), {})
     return {name: best | PARTS[name] for name in options.parts} if best else {}
+
+
+def with_rhythms(store: Store, options: Options) -> dict[int, Settings]:
+    """The best way as tuned, with plain means every so many steps."""
+    best = store.chosen.get(name_of(list(WAYS)[1], options.rhythms_at), {})
+    return {every: best | PLAIN | {"every": every} for every in options.rhythms} if best else {}
 
 
 def tuned(store: Store, way: str, steps: int) -> dict[int, Result]:
@@ -149,6 +172,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         "length": [by_length(store, found, gaps)],
         "length laws": [Table(dict.fromkeys(("", "gap, %", "steps to 1 %"), ""), [one for one in laws if one])],
         "length parts": [by_part(store, options)],
+        "length rhythms": [by_rhythm(store, options)],
     }
 
 
@@ -181,6 +205,17 @@ def _with_each(store: Store, options: Options, steps: int) -> Iterator[tuple[str
             change, gap = changes(results, without)[0], changes(results, ddp)[0]
             fewer = f"{Row(name, settings, results).fewer:.3g}×"
             yield str(steps), name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer
+
+
+def by_rhythm(store: Store, options: Options) -> Table:
+    ddp, lines = tuned(store, DDP, options.rhythms_at), []
+    for every, settings in with_rhythms(store, options).items():
+        results = {seed: one for seed, one in finite(store.results(settings)).items() if seed in ddp}
+        if results:
+            row = Row(f"every {every}", settings, results)
+            gap = f"{around(changes(results, ddp), 2, '+')} %"
+            lines.append((str(every), around(row.losses, 4), gap, f"{row.fewer:.3g}×"))
+    return Table(dict.fromkeys(("steps between means", "loss", "to ddp", "fewer bytes"), ""), lines)
 
 
 def law(way: str, points: Sequence[tuple[int, float]]) -> tuple[str, ...] | None:
