@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import shutil
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience, until
 from processes import SMALL, farflung, trained
+from warm import Python
 
 from farflung.errors import UserError
 from farflung.events import EvaluationEvent
@@ -174,6 +177,14 @@ def test_each_trackers_own_store_has_the_events_figures_once_also_after_the_run_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", STORES)
+def test_each_tracker_works_without_the_others(name: str, run: Path) -> None:
+    done = track(run, run.parent, "--to", name)
+    assert done.returncode == 0, done.stdout
+    assert same(STORES[name](run, run.parent), told(run, 0))
+
+
+@pytest.mark.slow
 def test_a_run_is_tracked_while_it_trains_and_a_tracker_that_fails_costs_it_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ["train", *SHORT, "--steps", "20", "--out", out, "--track", "tensorboard,wandb"]
@@ -289,3 +300,12 @@ def test_a_peers_trackers_are_its_own_and_in_no_ticket() -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     done = farflung("track", tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "holds no run" in done.stderr
+
+
+def test_who_follows_a_run_is_told_that_it_goes_on_until_ctrl_c(run: Path) -> None:
+    process = Python("-m", "farflung", "track", run, "--to", "tensorboard", "--follow")
+    until(lambda: process.out.read_text() or process.poll() is not None)
+    assert process.out.read_text() == f"farflung: handing {run} on to tensorboard as it goes on; Ctrl-C ends it\n"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=patience(60))
+    assert process.wait() == 0 and "tensorboard --logdir" in out, errors

@@ -51,6 +51,8 @@ def track(arguments: list[str]) -> None:
     ended = threading.Event()
     if not options.follow:
         ended.set()
+    elif not launched:
+        print(f"farflung: handing {options.run} on to {', '.join(chosen)} as it goes on; Ctrl-C ends it", flush=True)
     if launched:
         os.nice(10)  # training goes first
         threading.Thread(target=_when_closed, args=(ended,), daemon=True).start()

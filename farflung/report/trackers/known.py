@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,12 +57,24 @@ class Tracker:
     ordered: bool = False
 
 
+_STATE = threading.Lock()
+"""Of accelerate's state, which all threads share."""
+
+
+def _begun(tracker: Any) -> Any:
+    """A tracker of accelerate's that has begun its run."""
+    from accelerate import PartialState
+
+    with _STATE:
+        PartialState(cpu=True)  # without which accelerate's log refuses to be written; a GPU is for training
+    tracker.start()
+    return tracker
+
+
 def _tensorboard(seat: Seat) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
-    tracker = TensorBoardTracker(seat.name, str(_tensorboard_folder(seat)))
-    tracker.start()
-    return tracker
+    return _begun(TensorBoardTracker(seat.name, str(_tensorboard_folder(seat))))
 
 
 def _tensorboard_folder(seat: Seat) -> Path:
@@ -72,7 +85,7 @@ def _wandb(seat: Seat) -> Any:
     import wandb
     from accelerate.tracking import WandBTracker
 
-    tracker = WandBTracker(
+    made = WandBTracker(
         os.environ.get("WANDB_PROJECT", PROJECT),
         id=seat.id,
         name=seat.name,
@@ -82,7 +95,7 @@ def _wandb(seat: Seat) -> Any:
         reinit="create_new",
         settings=wandb.Settings(console="off", silent=True),
     )
-    tracker.start()
+    tracker = _begun(made)
     tracker.tracker.define_metric("*", step_metric="step")
     return tracker
 
@@ -97,7 +110,7 @@ def _at_wandb(seat: Seat, run: Any) -> str:
 def _trackio(seat: Seat) -> Any:
     from accelerate.tracking import TrackioTracker
 
-    tracker = TrackioTracker(
+    made = TrackioTracker(
         PROJECT,
         name=f"{seat.name}-{seat.id}",  # by which it knows a run again
         group=seat.group,
@@ -107,15 +120,14 @@ def _trackio(seat: Seat) -> Any:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    tracker.start()
-    return tracker
+    return _begun(made)
 
 
 def _mlflow(seat: Seat) -> Any:
     from accelerate.tracking import MLflowTracker
 
-    tracker = MLflowTracker(PROJECT, run_name=seat.name, run_id=seat.before or None, tags={"group": seat.group})
-    tracker.start()
+    made = MLflowTracker(PROJECT, run_name=seat.name, run_id=seat.before or None, tags={"group": seat.group})
+    tracker = _begun(made)
     if not seat.before:
         tracker.store_init_configuration(seat.settings)
     return tracker
