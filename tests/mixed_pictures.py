@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
+import own_files
 
 from farflung.mixtures.pictures.folder import PictureSplit
 from farflung.mixtures.pictures.settings import PictureSplitSettings
@@ -16,15 +15,8 @@ EACH, SIDE = 60, 8
 
 
 def write_pictures(folder: Path, classes: int = 3) -> Path:
-    """Red, green and blue pictures of noise, each colour a class; the folder of all."""
-    random = np.random.default_rng(2)  # one by which some of each are held out
-    for label in range(classes):
-        (folder / "pictures" / str(label)).mkdir(parents=True)
-        for number in range(EACH):
-            pixels = random.integers(0, 90, (SIDE, SIDE, 3), np.uint8)
-            pixels[..., label] += 160
-            Image.fromarray(pixels).save(folder / "pictures" / str(label) / f"{number}.png")
-    return folder / "pictures"
+    """Pictures of so many classes; their folder."""
+    return own_files.write_pictures(folder / "pictures", classes, EACH, SIDE)
 
 
 def split_settings(pictures: Path, **changed: Any) -> PictureSplitSettings:

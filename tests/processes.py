@@ -22,6 +22,9 @@ from farflung.training import checkpoint
 HERE = Path(__file__).parent
 
 
+PACE = ["--eval-every", "10", "--log-every", "5", "--checkpoint-every", "5", "--warmup", "2"]
+"""What a run of few steps does between them."""
+
 SMALL = [
     "--model",
     "micro",
@@ -31,14 +34,7 @@ SMALL = [
     "16",
     "--eval-sequences",
     "2",
-    "--eval-every",
-    "10",
-    "--log-every",
-    "5",
-    "--checkpoint-every",
-    "5",
-    "--warmup",
-    "2",
+    *PACE,
     "--max-tokens",
     "100000",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from own_files import criteo_line, write_log, write_parquet
 from processes import run_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -46,27 +46,12 @@ def test_the_auc_counts_pairs(clicks: list[tuple[bool, int]]) -> None:
         assert np.isnan(found)
 
 
-def criteo_line(click: int, **over: str) -> str:
-    """A line as Criteo's: a label, 13 numbers, 26 categories; some fields are empty."""
-    fields = {"label": str(click % 3 // 2)}
-    fields |= {f"I{n}": str(click * n) if n < 13 else "" for n in range(1, 14)}
-    fields |= {f"C{n}": f"{click % (n + 1):08x}" if n < 26 else "" for n in range(1, 27)}
-    return "\t".join({**fields, **over}.values())
-
-
 def criteo(folder: Path, lines: Sequence[str], name: str = "day.tsv") -> str:
-    path = folder / name
-    text = "".join(f"{line}\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    return str(path)
+    return str(write_log(folder / name, lines))
 
 
 def parquet(folder: Path, columns: dict[str, Any], name: str = "day.parquet") -> str:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table(columns), folder / name)
-    return str(folder / name)
+    return str(write_parquet(folder / name, columns))
 
 
 def recommender(data: str, **settings: Any) -> Recommender:

@@ -1,54 +1,43 @@
-"""The documentation: each block of README and tutorials runs, the site builds without a warning, each link leads there.
-
-A page's blocks run in order in one folder. A comment before a block says how, where it is not simply run:
-`<!-- not run: WHY -->`; `<!-- file: NAME -->`, so it is written there; `<!-- run small: FLAGS -->`, so runs that it
-begins get these flags and those of a run of seconds; `<!-- run as peers: FLAGS -->`, so its lines run at the same time,
-as in terminals of their own, with these flags, until the last of them has held a round.
-"""
+"""The documentation: the blocks of its pages run, the site builds without a warning, and each link leads somewhere."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from patience import patience, until
-from processes import SMALL
-from warm import Python
+from pages import blocks_of, make_own, run_shell, write
+from patience import patience
+
+from farflung import cli
+from farflung.cli import splitting
+from farflung.cli.arguments import parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUN = [ROOT / "README.md", DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md"))]
-SHOWN = {"text", "ini", "yaml", "toml"}
+RUN = [
+    ROOT / "README.md",
+    DOCS / "start.md",
+    *sorted([*(DOCS / "tutorials").glob("*.md"), *(DOCS / "how-to").glob("*.md")]),
+]
+
+
+def pages_of_the_site() -> Iterator[Path]:
+    return (path for path in DOCS.rglob("*.md") if not {"_build", "_made"} & set(path.parts))
+
+
+SHOWN = {"docker", "ini", "text", "toml", "yaml"}
 """Languages of blocks that nothing here runs."""
-BLOCK = re.compile(r"((?:^<!-- .+? -->\n+)*)^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of code, with what the comments before it say."""
-
-    language: str
-    text: str
-    marks: dict[str, str]
-
-
-def blocks_of(page: Path) -> list[Block]:
-    found = []
-    for before, language, text in BLOCK.findall(page.read_text("utf-8")):
-        marks = dict(re.findall(r"<!-- (not run|file|run small|run as peers):? ?(.*?) ?-->", before))
-        found.append(Block(language, text, marks))
-    return found
 
 
 @pytest.mark.slow
@@ -62,6 +51,9 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (folder := tmp_path / "page").mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PWD", str(folder))
+    monkeypatch.setenv("BROWSER", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     # Classes look for their module, and modules that a page has written lie in its folder.
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
@@ -69,63 +61,52 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     for block in blocks_of(page):
         if "not run" in block.marks:
             continue
-        if name := block.marks.get("file"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(block.text)
-        elif block.language == "python":
+        make_own(block.marks.get("with", ""))
+        if write(block, folder):
+            continue
+        if block.language == "python":
             exec(compile(block.text, str(page), "exec"), vars(module))
         elif block.language == "sh":
-            lines = [line for line in block.text.replace("\\\n", " ").splitlines() if line.strip()]
-            if "run as peers" in block.marks:
-                run_as_peers(lines, block.marks["run as peers"])
-            else:
-                for line in lines:
-                    run_line(smaller(line, block.marks["run small"]) if "run small" in block.marks else line)
+            run_shell(block)
         else:
             assert block.language in SHOWN or block.language.startswith("{"), f"say what this is:\n{block.text}"
 
 
-def smaller(line: str, flags: str = "") -> str:
-    """A line with the flags of a run of seconds, where it begins one."""
-    begins = {"train", "invite"} & set(shlex.split(line, comments=True))
-    return f"{line.partition(' #')[0]} {shlex.join(SMALL)} --steps 20 {flags}" if begins else line
+class ParsedError(Exception):
+    """A command has understood its arguments."""
 
 
-def run_line(line: str) -> None:
-    """A line as a shell would run it; farflung alone as a fork of a process that has imported it."""
+@pytest.mark.parametrize("page", [ROOT / "README.md", *pages_of_the_site()], ids=lambda page: page.stem)
+def test_commands_of_a_page_take_the_flags_that_it_gives_them(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing runs them: each reads its own arguments, and goes no further."""
+
+    def parsed(*arguments: Any, **named: Any) -> None:
+        parse(*arguments, **named)
+        raise ParsedError
+
+    for module in {splitting, *map(importlib.import_module, cli.COMMANDS.values())}:
+        monkeypatch.setattr(module, "parse", parsed, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(page):
+        write(block, tmp_path)
+        for line in block.lines if block.language in ("sh", "bash") else ():
+            for name, *arguments in commands_in(line):
+                assert name in cli.COMMANDS, line
+                for file in (word for word in arguments if word.endswith(".toml")):
+                    (tmp_path / file).touch()  # which the page may leave to its readers
+                with pytest.raises(ParsedError):
+                    cli.command_named(name)(arguments)
+
+
+def commands_in(line: str) -> list[list[str]]:
+    """What farflung is told in a line, with flags whose values are left out as they are."""
     words = shlex.split(line, comments=True)
-    if words[:1] == ["farflung"] and not set("$|&;<>") & set(line):
-        process = Python("-m", *words)
-        out, errors = process.communicate(timeout=patience(120))
-        assert process.wait() == 0, f"{line}\n{out}\n{errors}"
-    else:
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=patience(120))
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-
-
-def run_as_peers(lines: list[str], flags: str) -> None:
-    """Lines that begin and join a run on the internet, each a peer of its own; Ctrl-C ends them."""
-    pytest.importorskip("hivemind")
-    peers: list[Python] = []
-    try:
-        for line in lines:
-            words = shlex.split(line, comments=True)
-            if "join" in words:
-                words += ["--max-tokens", "100000"]
-                until(Path(words[words.index("join") + 1]).exists, 60)
-            else:
-                words = [*shlex.split(smaller(line, flags), comments=True), "--steps", "1000000"]
-            peers.append(Python("-m", *words))
-        folder = Path(words[words.index("--out") + 1])
-        until(lambda: any('"averaged"' in path.read_text() for path in folder.glob("events/*.jsonl")), 120)
-        for peer in peers:
-            peer.send_signal(signal.SIGINT)
-        for peer in peers:
-            _, errors = peer.communicate(timeout=patience(60))
-            assert peer.wait() == 130, errors
-    finally:
-        for peer in peers:
-            peer.kill()
+    ends = [number for number, word in enumerate(words) if word in ("|", "&", "&&", ";", ">")]
+    words = words[: min(ends, default=len(words))]
+    starts = [n for n, word in enumerate(words) if word == "farflung" and (n == 0 or words[n - 1] == "-m")]
+    return [words[starts[0] + 1 :]] if starts else []
 
 
 @pytest.mark.parametrize("page", ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -221,10 +202,6 @@ def links_well(path: Path, link: str, pages: dict[Path, Page]) -> bool:
 def test_every_page_of_the_tutorials_is_in_the_site(site: Path) -> None:
     for source in pages_of_the_site():
         assert (site / source.relative_to(DOCS).with_suffix(".html")).exists(), source
-
-
-def pages_of_the_site() -> Iterator[Path]:
-    return (path for path in DOCS.rglob("*.md") if not {"_build", "_made"} & set(path.parts))
 
 
 def test_no_block_of_a_site_page_is_left_without_a_language() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from own_files import write_graph as write
 from patience import patience
 from processes import saved
 from warm import Python
@@ -43,20 +44,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tmp_path: Path) -> Path:
     """Three kinds of nodes; most edges join two of a kind, and features tell a little of it."""
     return write(tmp_path / "graph")
-
-
-def write(folder: Path, **changed: Any) -> Path:
-    rng = np.random.default_rng(0)
-    labels = np.arange(NODES) % KINDS
-    features = rng.normal(size=(NODES, 5)).astype(np.float32)
-    features[np.arange(NODES), labels] += 1
-    pairs = rng.integers(NODES, size=(1500, 2))
-    edges = pairs[(labels[pairs[:, 0]] == labels[pairs[:, 1]]) | (rng.random(1500) < 0.1)]
-    folder.mkdir(exist_ok=True)
-    for name, array in {"edges": edges, "features": features, "labels": labels, **changed}.items():
-        if array is not None:
-            np.save(folder / f"{name}.npy", array)
-    return folder
 
 
 def graph(folder: Path, replicas: int | None = 1, cut: str = "", **chosen: Any) -> Graph:

@@ -4,7 +4,6 @@ import errno
 import gzip
 import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from own_files import TEXTS, write_model, write_tokenizer
 
 from farflung.errors import UserError
 from farflung.pipeline.division import divisible
@@ -25,20 +25,10 @@ from farflung.workloads.prepared import make
 from farflung.workloads.settings import LanguageSettings
 from farflung.workloads.text import documents
 
-TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog. " * (i % 5 + 1) for i in range(60)]
-
 
 @pytest.fixture(scope="module")
 def trained_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<end>"]))
-    folder = str(tmp_path_factory.mktemp("tokenizer"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
-    return folder
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="module")
@@ -290,13 +280,8 @@ def test_a_tokenizer_larger_than_the_model_is_refused(saved_model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory, trained_tokenizer: str) -> str:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    folder = tmp_path_factory.mktemp("published")
-    shutil.copytree(trained_tokenizer, folder, dirs_exist_ok=True)
-    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64)).save_pretrained(folder)
-    return str(folder)
+def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("published")))
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
