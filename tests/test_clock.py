@@ -227,6 +227,7 @@ def test_what_cannot_go_by_the_clock_is_refused(make: Callable[[], object], word
         ({}, "every is 30s, so that rounds end the run, and not steps; say how many with --rounds"),
         ({"rounds": 2, "routes": "random", "stages": 2}, "every is 30s, but with routes random replicas step together"),
         ({"rounds": 2, "swarm": True}, "every is 30s, but with swarm replicas step together"),
+        ({"rounds": 2, "network": "simulated", "step_ms": 0.0}, "every is 30s, but steps of 0 ms take no time"),
     ],
 )
 def test_settings_that_cannot_go_by_the_clock_are_refused(given: dict[str, Any], words: str) -> None:

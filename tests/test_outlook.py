@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from processes import SMALL, run_here
 
+from farflung.planner import outlook
+
 
 def test_a_dry_run_tells_what_the_run_then_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -36,3 +38,30 @@ def test_a_dry_run_tells_what_the_run_then_sends(
     assert run_here(monkeypatch, tmp_path, "train", "--resume", "run") == 0  # which ends at once, at step 20
     assert run_here(monkeypatch, tmp_path, *resume) == 0
     assert "step 40/40" in capsys.readouterr().out
+
+
+def test_a_simulated_run_by_the_clock_takes_as_long_as_its_steps_and_not_as_its_clock_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(outlook, "_flops_per_second", lambda *_: 1e7)
+    flags = [*SMALL, "--replicas", "2", "--every", "50s", "--rounds", "20", "--network", "simulated"]
+    units, took = {"s": 1, "min": 60, "h": 3600, "day": 86400, "days": 86400}, []
+    for step_ms in ("100", "50"):
+        assert run_here(monkeypatch, tmp_path, "train", *flags, "--step-ms", step_ms, "--dry-run") == 0
+        told = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1])
+        assert told["replicas"] == "2, in one process"
+        time, words = told["time"].split(" or more for the steps of ")
+        assert words.startswith("16 min 40 s of the simulated clock, all on this machine's cpu")
+        took.append(sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) ([a-z]+)", time)))
+    assert took[1] == pytest.approx(2 * took[0], rel=0.02)
+
+
+def test_a_simulated_run_needs_the_memory_of_all_its_replicas(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    needed = []
+    for replicas in ("1", "8"):
+        flags = [*SMALL, "--model", "small", "--replicas", replicas, "--network", "simulated", "--dry-run"]
+        assert run_here(monkeypatch, tmp_path, "train", *flags) == 0
+        needed += re.findall(r"^memory\s+([\d.]+) GB", capsys.readouterr().out, re.MULTILINE)
+    assert float(needed[1]) - 1 == pytest.approx(8 * (float(needed[0]) - 1), rel=0.1)  # 1 GB is the runtime's

@@ -40,6 +40,7 @@ PARTS: dict[str, Settings] = {
     "lengths and directions averaged apart": {"fuse": "rda"},
     "MuLoCo's Muon": {"inner": "muloco"},
     "Muon's momentum 0.9": {"muon_momentum": 0.9},
+    "Muon's momentum 0.975": {"muon_momentum": 0.975},
     "steps along the last mean step": {"muon_align": 0.5},
     "a slow momentum, averaged": {"slow_share": 0.5},
     "less of it": {"slow_share": 0.1},
@@ -48,6 +49,9 @@ PARTS: dict[str, Settings] = {
     "outer 0.9 and 0.8": {"outer_lr": 0.9, "outer_momentum": 0.8},
     "outer 1 and 0": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "a late average": {"tail_average": 0.1},
+    "no codec": {"codec": "float32"},
+    "no codec, every 4 to the end": {"codec": "float32", "every_final": 4},
+    "one value in twenty, every 2": {"codec": "ef-topk5-int2", "every": 2, "every_final": None},
 }
 """What is put into the best way, one at a time."""
 PLAIN: Settings = {"codec": "float32", "every_final": None, "outer_lr": 1.0, "outer_momentum": 0.0}

@@ -139,7 +139,7 @@ def core_named(name: str) -> Core:
     """What a setting names. Raises UserError."""
     kinds: dict[str, Callable[[int], Core]] = {"lowrank": LowRank, "heads": Heads}
     if (found := re.fullmatch(r"(lowrank|heads)([1-9]\d*)", name)) is None:
-        raise UserError(f"core is {name!r}; give lowrank16 or heads4, or another number")
+        raise UserError(f"core is {name!r}; give lowrank16 or heads2, or another number")
     return kinds[found[1]](int(found[2]))
 
 

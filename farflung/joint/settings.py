@@ -12,7 +12,7 @@ class CoreSettings(Checked):
     """A core: a part of the model that is trained alone in every other step, and that weak replicas have alone."""
 
     core: str = ""
-    """lowrank16 or heads4, or another number: the part of the model that weak replicas train; unset: none."""
+    """lowrank16 or heads2, or another number: the part of the model that weak replicas train; unset: none."""
     core_only_replicas: int = setting(0, least=0)
     """The last replicas that hold, train and send the core only; the others train all of the model."""
     core_only: bool = setting(False, may_differ=BETWEEN_PEERS)

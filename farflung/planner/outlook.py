@@ -40,20 +40,36 @@ def outlook(settings: Settings, device: torch.device) -> list[tuple[str, str]]:
     on_top = "; rows of the dealt tables come on top" if _deals_tables(workload) else ""
     rows = [
         ("model", f"{getattr(settings.workload, 'model', run.workload)}, {parameters:,} parameters"),
-        ("replicas", f"{run.replicas}, {counted(settings.mesh().processes, 'process')} in all"),
+        ("replicas", f"{run.replicas}, {_processes(settings)}"),
         ("trained on", _trained_on(settings, units, workload.units)),
         ("rounds", _rounds(settings, method, _places(settings, workload, model, outline)) + on_top),
     ]
     if model:
         rows.append(("memory", f"{figures(_memory(settings, model, method) / 1e9)} GB a process at most, {RUNTIME}"))
     rate = _flops_per_second(device, island.precision) * _devices(device)
-    step_s, here = _work(settings, workload, model, parameters) * units / rate, f"all on this machine's {device.type}"
-    speed = f"at {figures(rate / 1e9)} GFLOP/s"
-    if settings.by_clock:
-        lasts = duration(run.steps / TICKS_PER_SECOND)
-        return [*rows, ("time", f"{lasts} and a step at most; {duration(step_s)} or more a step, {here} {speed}")]
-    shown = f"{duration(step_s * run.steps)} or more for the steps, {here}"
-    return [*rows, ("time", f"{shown} {speed}; rounds come on top")]
+    step_s = _work(settings, workload, model, parameters) * units / rate
+    here = f"all on this machine's {device.type} at {figures(rate / 1e9)} GFLOP/s"
+    return [*rows, ("time", _time(settings, step_s, here))]
+
+
+def _time(settings: Settings, step_s: float, here: str) -> str:
+    """How long all steps take, of which all replicas' take so long together; by the clock, they are as many as fit."""
+    run, pace = settings.run, settings.network.simulated_conditions()
+    if not settings.by_clock:
+        return f"{duration(step_s * run.steps)} or more for the steps, {here}; rounds come on top"
+    lasts = run.steps / TICKS_PER_SECOND
+    if not settings.network.kind.simulate:
+        return f"{duration(lasts)} and a step at most; {duration(step_s)} or more a step, {here}"
+    steps = sum(lasts / pace.step_seconds(rank) for rank in range(run.replicas)) / run.replicas
+    told = f"{duration(step_s * steps)} or more for the steps of {duration(lasts)} of the simulated clock"
+    return f"{told}, {here}; rounds come on top"
+
+
+def _processes(settings: Settings) -> str:
+    """How many processes the replicas are."""
+    if settings.network.kind.simulate:
+        return "in one process"
+    return f"{counted(settings.mesh().processes, 'process')} in all"
 
 
 def _trained_on(settings: Settings, units: int, name: str) -> str:
@@ -65,13 +81,15 @@ def _trained_on(settings: Settings, units: int, name: str) -> str:
 
 
 def _memory(settings: Settings, model: Architecture, method: Method) -> float:
-    """The most bytes that any process needs."""
+    """The most bytes that any process needs; a simulated run's has all replicas in it."""
 
     def need(island: IslandSettings) -> float:
         trained = model.constrained(island.boundary, island.stages, settings.run.seed)
         return memory_bytes(trained, island, method, settings.workload.sequence_length)
 
-    return max(need(settings.island.of(shape)) for shape in set(settings.mesh().shapes))
+    most = max(need(settings.island.of(shape)) for shape in set(settings.mesh().shapes))
+    replicas = settings.run.replicas if settings.network.kind.simulate else 1
+    return RESERVED + replicas * (most - RESERVED)
 
 
 def _rounds(settings: Settings, method: Method, places: Sequence[Sequence[Cell]]) -> str:

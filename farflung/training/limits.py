@@ -24,6 +24,8 @@ def check_clock(settings: Settings) -> None:
     }
     if what := next((name for name, chosen in together.items() if chosen), None):
         raise UserError(f"every is {every}, but with {what} replicas step together; give --every in inner steps")
+    if settings.network.kind.simulate and not settings.network.simulated_conditions().step_ms:
+        raise UserError(f"every is {every}, but steps of 0 ms take no time, so that no round comes; give --step-ms")
 
 
 def check_observer(settings: Settings) -> None:
