@@ -93,7 +93,7 @@ def test_a_run_that_ends_before_the_rests_first_round_says_so() -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ("--core foo", "core is 'foo'; give lowrank16 or heads4"),
+        ("--core foo", "core is 'foo'; give lowrank16 or heads2"),
         ("--core lowrank64", "a core must be narrower; choose at most lowrank63"),
         ("--core heads4", "a core must be narrower; choose fewer"),
         ("--core-only-replicas 1", "the model has no core; leave it out, or begin a run with --core"),

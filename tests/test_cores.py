@@ -345,8 +345,8 @@ def test_averaged_weights_are_the_mean_of_those_who_hold_them() -> None:
         ("heads8", {}, "core must be narrower; choose fewer"),
         ("heads3", {}, "do not divide so; choose a multiple of 2"),
         ("heads2", {"intermediate_size": 11}, "11 FFN columns, which do not divide so"),
-        ("heads", {}, "give lowrank16 or heads4"),
-        ("lowrank0", {}, "give lowrank16 or heads4"),
+        ("heads", {}, "give lowrank16 or heads2"),
+        ("lowrank0", {}, "give lowrank16 or heads2"),
     ],
 )
 def test_a_core_that_cannot_be_is_refused_in_a_line(kind: str, settings: dict[str, int], what: str) -> None:
