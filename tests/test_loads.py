@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Session
+from farflung.networks.transfer import GONE
+from farflung.outer import Method, Session, averages
 
 ALONE = SimulatedNetwork.alone
 
@@ -225,6 +227,65 @@ def test_weights_and_buffers_are_put_back_when_an_evaluation_fails() -> None:
             return torch.equal(flat(model), own) and float(model.get_buffer("seen")) == network.rank
 
     assert all(Simulation(2).run(work))
+
+
+@pytest.mark.parametrize("make", [lambda: methods.diloco(every=4), lambda: methods.noloco(every=4, delay=2)])
+def test_who_has_ended_helps_those_who_still_look_at_the_mean(make: Callable[[], Method]) -> None:
+    """Replica 1 has fewer batches: what the others look at in mid-run was taken for its end, and it went alone."""
+
+    def work(network: SimulatedNetwork) -> tuple[list[Tensor], Tensor, Tensor]:
+        model, shown = small_model(), []
+        model.register_buffer("seen", torch.zeros(1))
+        optimizer = adamw(model)
+        with make().attach(model, optimizer, network, deadline_s=5) as outer:
+            for number in range(7 if network.rank == 1 else 12):
+                inner_steps(model, optimizer, network.rank, range(number, number + 1))
+                model.get_buffer("seen").fill_(network.rank)
+                if number in (5, 9):
+                    with outer.averaged_weights():
+                        shown.append(flat(model))
+                        assert float(model.get_buffer("seen")) == 1.0
+            outer.finish()
+            ended = flat(model)
+            outer.finish(average_weights=True)
+        assert float(model.get_buffer("seen")) == 1.0
+        return shown, ended, flat(model)
+
+    seen = Simulation(3).run(work)
+    mean = torch.stack([ended for _, ended, _ in seen]).mean(0)
+    for shown, _, last in seen:
+        assert torch.equal(last, seen[0][2])
+        assert torch.equal(shown[0], seen[0][0][0]) and torch.equal(shown[-1], seen[0][0][len(shown) - 1])
+        torch.testing.assert_close(last, mean, rtol=0, atol=1e-6)
+    assert [len(shown) for shown, _, _ in seen] == [2, 1, 2]
+
+
+def test_averages_of_unlike_things_are_told_at_once() -> None:
+    def work(network: SimulatedNetwork) -> None:
+        model = small_model()
+        model.register_buffer("seen", torch.zeros(1))
+        optimizer = adamw(model)
+        with methods.diloco(every=4).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(2))
+            with pytest.raises(UserError, match="one replica averages buffers, and another weights; every replica"):
+                outer.average_buffers() if network.rank else outer.averaged_weights().__enter__()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Simulation(2).run(work)
+
+
+def test_a_long_wait_for_others_to_average_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averages, "PATIENCE_SECONDS", 0.0)
+    with averages.told_of_waiting(0, "weights", 1200.0):
+        look = GONE.get()
+        assert look is not None
+        with pytest.warns(UserWarning, match="replica 0 waits for the others, to average weights; every replica"):
+            assert not look()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not look()
+    assert GONE.get() is None
 
 
 def lossy(network: SimulatedNetwork, **options: Any) -> tuple[Session, list[Any]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Traffic,
     )
     from farflung.networks.distributed import TorchNetwork
-    from farflung.networks.membership import among_members, among_replicas_left, among_survivors
+    from farflung.networks.membership import Agree, among_members, among_replicas_left, among_survivors
     from farflung.networks.registry import NETWORKS, NetworkKind, from_env
     from farflung.networks.simulator.conditions import Conditions
     from farflung.networks.simulator.network import ReplicaDiedError, SimulatedNetwork, Simulation
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NETWORKS",
+    "Agree",
     "Conditions",
     "ElasticNetwork",
     "Finished",

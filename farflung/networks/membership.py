@@ -26,6 +26,13 @@ def among_members(network: Network, exchange: Callable[[Group], T]) -> T:
                 raise
 
 
+class Agree(NamedTuple):
+    """What this replica has come for, and what is told of what all that are left have, the same everywhere."""
+
+    word: str
+    hear: Callable[[Set[str]], object]
+
+
 class Row(NamedTuple):
     """What one replica has found: the replicas that it reached, and a value of its own."""
 
@@ -33,13 +40,15 @@ class Row(NamedTuple):
     word: str
 
 
-def among_replicas_left(network: Network, work: Callable[[Group], T], seconds: float, key: str) -> tuple[Group, T]:
+def among_replicas_left(
+    network: Network, work: Callable[[Group], T], seconds: float, key: str, agree: Agree | None = None
+) -> tuple[Group, T]:
     """As `among_survivors`, of replicas; an island counts where all of its processes are left.
 
     All processes of all islands call it alike, each time with another key, and decide alike. Raises PeerLostError.
     """
     if (islands := network.islands) is None:
-        return among_survivors(network, lambda group: group, work, seconds, key)
+        return among_survivors(network, lambda group: group, work, seconds, key, agree)
     seats = iter(range(sum(map(len, islands.island_processes))))
     seated = [tuple(islice(seats, len(island))) for island in islands.island_processes]
 
@@ -49,7 +58,8 @@ def among_replicas_left(network: Network, work: Callable[[Group], T], seconds: f
     def whole(group: Group) -> Group:
         return tuple(seat for replica in replicas(group) for seat in seated[replica])
 
-    group, result = among_survivors(islands.everyone(), whole, lambda group: work(replicas(group)), seconds, key)
+    everyone = islands.everyone()
+    group, result = among_survivors(everyone, whole, lambda group: work(replicas(group)), seconds, key, agree)
     return replicas(group), result
 
 
@@ -59,15 +69,17 @@ def among_survivors(
     work: Callable[[Group], T],
     seconds: float,
     key: str = "survivors",
+    agree: Agree | None = None,
 ) -> tuple[Group, T]:
     """The result of `work` among the replicas that are left, and their ranks; the same on all of them.
 
-    Of those that reach each other, `whole` picks the members, with the same result everywhere. When somebody is lost
-    during the work, the rest do it again without. Every wait is about `seconds` long. Raises PeerLostError when this
-    replica is not among them, or when the work fails though nobody has gone.
+    Of those that reach each other, `whole` picks the members, with the same result everywhere. `agree` is told what
+    they have come for before they work. When somebody is lost during the work, the rest do it again without. Every wait
+    is about `seconds` long. Raises PeerLostError when this replica is not among them, or when the work fails though
+    nobody has gone.
     """
     before: Group = ()
-    word, attempt = "", 0
+    word, attempt = agree.word if agree else "", 0
     result: tuple[T] | None = None
     fault = PeerLostError((), "some replicas could not end the run, though all can be reached")
     while True:
@@ -85,6 +97,8 @@ def among_survivors(
         if group == before:
             raise fault
         before = group
+        if agree and attempt == 1:
+            agree.hear({said[rank] for rank in group})
         try:
             result, word = (work(group),), f"done {group}"
         except PeerLostError as error:

@@ -131,7 +131,7 @@ class Session:
             self._end()
         if average_weights:
             with self.writing_weights():
-                self.averages.weights()
+                self.averages.weights(at_end=True)
 
     def _end(self) -> None:
         self._ended = True
@@ -143,7 +143,7 @@ class Session:
         self.undo.close()
         self.undo.callback(hook_steps(self.trained.optimizers[-1], after=self._warn_of_steps_alone))
         if self._begun and self.method.exchanges:
-            self.average_buffers()
+            self.averages.buffers(at_end=True)
 
     def writing_weights(self) -> AbstractContextManager[None]:
         """Within, all weights are written; what optimizers keep beside them goes along."""
