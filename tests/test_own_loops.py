@@ -227,7 +227,8 @@ def test_parameters_that_come_to_be_trained_later_are_told(make: Callable[[], Me
     first.requires_grad_(how == "added")
     own = [p for p in model.parameters() if how == "unfrozen" or p is not first]
     optimizer = torch.optim.SGD(own, lr=0.1)
-    with pytest.raises(UserError, match=r"0\.weight has come to be trained since attach; leave the with statement"):  # noqa: SIM117
+    told = r"0\.weight has come to be trained since attach; before that, call finish\(average_weights=True\) on all"
+    with pytest.raises(UserError, match=told):  # noqa: SIM117
         with make().attach(model, optimizer, SimulatedNetwork.alone()):
             for number in range(6):
                 if number == 3:
@@ -239,6 +240,28 @@ def test_parameters_that_come_to_be_trained_later_are_told(make: Callable[[], Me
         for number in range(4):
             step(model, optimizer, number)
     assert outer.step == 4
+
+
+def test_what_that_says_to_do_does() -> None:
+    """With weights of their own, as leaving alone leaves them, replicas could not attach again."""
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = small_model()
+        first, *_, second = model.children()
+        first.requires_grad_(False)
+        optimizer = torch.optim.AdamW(second.parameters(), lr=1e-2)
+        with methods.noloco(every=4).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(6))
+            outer.finish(average_weights=True)
+        first.requires_grad_(True)
+        optimizer.add_param_group({"params": list(first.parameters())})
+        with methods.noloco(every=4).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(6, 12))
+            outer.finish(average_weights=True)
+        return flat(model)
+
+    one, other = Simulation(2).run(work)
+    assert torch.equal(one, other)
 
 
 def test_parameters_of_an_optimizer_that_was_not_given_are_told() -> None:

@@ -112,7 +112,8 @@ class Trained:
                 if parameter.requires_grad and parameter not in known:
                     raise UserError(
                         f"{self._names.get(parameter, 'a parameter')} has come to be trained since attach; "
-                        "leave the with statement and attach again, on all replicas"
+                        "before that, call finish(average_weights=True) on all replicas, leave the with statement and "
+                        "attach again after it"
                     )
 
     def check_present(self) -> None:
