@@ -27,6 +27,7 @@ from farflung.pipeline.compiling import telling_of_compilers
 from farflung.planner.architecture import architecture_of
 from farflung.settings import Settings
 from farflung.training import checkpoint, launch
+from farflung.training.beginning import how_to_go_on
 from farflung.training.measures import peak_tflops, squares_apart
 from farflung.training.saving import Saving, copied
 from farflung.workloads.base import Span
@@ -222,6 +223,23 @@ def test_what_is_written_is_what_was_there_and_not_what_came_of_it(
     assert told and told.step == 5 and not told.fault and saving.ended(wait=True) is None
     saving.close()
     assert torch.equal(saved(tmp_path, 5, 0)["model"]["weight"], torch.full((1000,), 1.0))
+
+
+def test_a_run_folder_that_was_moved_is_told_and_not_begun_anew(tmp_path: Path) -> None:
+    """Checkpoints had gone into a new folder, without the settings that --resume needs, and without a word."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saving = Saving(folder, "replica-0", lambda: None, background=False)
+    folder.rename(tmp_path / "moved")
+    saving.begin(1, state(1.0), None)
+    ended = saving.ended(wait=True)
+    assert ended and ended.fault == "the run folder was moved or removed"
+    assert not folder.exists()
+    assert how_to_go_on(folder).startswith(f"{folder} is not there; where it was moved, go on from its new place")
+    (tmp_path / "moved").rename(folder)
+    saving.begin(2, state(1.0), None)
+    ended = saving.ended(wait=True)
+    assert ended and not ended.fault
 
 
 def test_a_copy_keeps_what_shares_memory_together() -> None:

@@ -205,6 +205,8 @@ def how_to_go_on(folder: Path) -> str:
     """What to tell the user of a run that has ended early, by what is in its folder."""
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     on_all = f"torchrun on all {machines} machines as before, and -m " if machines > 1 else ""
+    if not folder.is_dir():
+        return f"{folder} is not there; where it was moved, go on from its new place: farflung train --resume FOLDER"
     if steps := checkpoint.whole_steps(folder):
         return f"its last checkpoint is of step {steps[0]}; go on with: {on_all}{events.resume_command(folder)}"
     if not events.tell_of_training(folder.glob("events/*.jsonl")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,7 @@ class Saving:
 
     def __init__(self, folder: Path, stem: str, flush: Callable[[], None], background: bool) -> None:
         self._folder, self._stem, self._flush = folder, stem, flush
+        self._there = folder.is_dir()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints") if background else None
         self._writing: Future[Saved] | None = None
 
@@ -83,8 +85,11 @@ class Saving:
     def _write(self, step: int, state: Checkpoint, score: float | None, began: float, delayed: float | None) -> Saved:
         fault = ""
         try:
+            if self._there and not self._folder.is_dir():  # in a new one, nothing could go on without its settings
+                raise FileNotFoundError(errno.ENOENT, "the run folder was moved or removed")
             self._flush()
             checkpoint.save(self._folder, step, self._stem, state)
+            self._there = True
         except OSError as error:
             fault = error.strerror or str(error)
         seconds = time.perf_counter() - began
