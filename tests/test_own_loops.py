@@ -617,6 +617,37 @@ def test_what_replicas_disagree_in_is_what_torchrun_prints_last(
     assert re.match(r" +traceback : none is needed: replica \d starts from other weights than \d; seed every", last)
 
 
+def test_torchrun_names_the_users_own_error_and_not_what_others_make_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the earliest, by whole seconds: that was of the other replica, whose partner had gone."""
+    path, told = tmp_path / "error.json", list[str]()
+
+    def work(network: SimulatedNetwork) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        try:
+            with methods.ddp().attach(model, optimizer, network):
+                step(model, optimizer, 0)
+                if network.rank == 1:
+                    raise ZeroDivisionError("mine")
+                step(model, optimizer, 1)
+        except (ZeroDivisionError, PeerLostError):
+            told.append(path.read_text())
+            raise
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    with pytest.raises((ZeroDivisionError, PeerLostError)):
+        Simulation(2).run(work)
+    failures = {}
+    for rank, text in enumerate(sorted(told, key=lambda text: "mine" in text)):
+        (tmp_path / f"{rank}.json").write_text(text)
+        failures[rank] = ProcessFailure(rank, pid=1, exitcode=1, error_file=str(tmp_path / f"{rank}.json"))
+    rank, first = ChildFailedError("loop.py", failures).get_first_failure()
+    assert (rank, first.message["message"]) == (1, "ZeroDivisionError: mine")
+    assert 'raise ZeroDivisionError("mine")' in str(ChildFailedError("loop.py", failures))
+
+
 def test_a_state_may_be_loaded_in_inference_mode_with_a_round_under_way() -> None:
     def work(network: SimulatedNetwork, load: bool) -> Tensor:
         torch.manual_seed(0)

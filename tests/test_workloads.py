@@ -243,6 +243,19 @@ def test_bad_models_are_refused(saved_model: str, settings: dict[str, Any], word
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("config.toml", "is a run; export its model first"),
+        ("adapter_config.json", "is an adapter alone; export its run"),
+    ],
+)
+def test_a_run_and_an_adapter_alone_are_no_models(file: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=told):
+        models.model_config(LanguageSettings(model=str(tmp_path)), tokenizers.Bytes())
+
+
 def test_a_family_without_first_values_for_all_weights_is_refused(tmp_path: Path) -> None:
     """Memory that nobody has written to would be its weights, other ones in each process."""
     from transformers import ApertusConfig

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from farflung.errors import UserError
+from farflung.networks.base import PeerLostError
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +41,16 @@ def join(starting_s: float) -> tuple[dict[int, str], Store]:
 
 
 def tell_launcher(error: BaseException, kind: str = "") -> None:
-    """Leaves torchrun an error in one line, with which it then ends; of a `kind`, which launchers read.
+    """Leaves torchrun an error, with which it then ends; ours in one line; of a `kind`, which launchers read.
 
     Does nothing elsewhere. Raises OSError where it cannot be written.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # What torchrun prints as the traceback.
-        extra = {"py_callstack": f"none is needed: {error}", "timestamp": str(int(time.time()))}
+        ours = type(error).__module__.startswith("farflung.")
+        printed = f"none is needed: {error}" if ours else "".join(traceback.format_exception(error))
+        # torchrun names the earliest, by whole seconds: who has lost another one comes after that one's own error.
+        when = int(time.time()) + isinstance(error, PeerLostError)
+        extra = {"py_callstack": printed, "timestamp": str(when)}
         kept = {"message": {"message": f"{kind or type(error).__name__}: {error}", "extraInfo": extra}}
         Path(path).write_text(json.dumps(kept), "utf-8")
 

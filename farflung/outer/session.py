@@ -95,14 +95,14 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left = True
+        if isinstance(error, Exception):  # before others see that it has left, and end with errors of their own
+            with suppress(OSError):  # a full disk hides no error
+                tell_launcher(error)
         if error is None:
             self.finish()
         elif not self._ended:
             self.departures.leave(self._next_rounds())
         self.undo.close()
-        if error is not None and type(error).__module__.startswith("farflung."):
-            with suppress(OSError):  # a full disk hides no error
-                tell_launcher(error)
 
     def apply_pending(self) -> None:
         """Applies pending rounds now, however much of their delay is left."""

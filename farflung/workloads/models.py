@@ -270,9 +270,19 @@ def refuse_across_documents(family: str, entering: torch.Tensor, compute: Callab
         raise UserError(f"{family} cannot keep its attention within documents; leave out --document-mask")
 
 
+NO_MODELS = {
+    "config.toml": "a run; export its model first, with: farflung export RUN FOLDER",
+    "adapter_config.json": "an adapter alone; export its run without --adapter, which joins it to its model",
+}
+"""What else a folder may be, by a file in it, and what to do."""
+
+
 def _cannot_load(name: str, error: Exception) -> UserError:
     meant = difflib.get_close_matches(name, PRESETS, n=1)
     if meant and not Path(name).exists():
         return UserError(f"there is no model {name!r}; did you mean {meant[0]!r}?")
+    for file, what in NO_MODELS.items():
+        if (Path(name) / file).exists():
+            return UserError(f"model {name!r} is {what}")
     known = ", ".join(PRESETS)
     return UserError(f"model {name!r}: {reason(name, error)}; give a preset ({known}), a folder, or a name on the hub")
