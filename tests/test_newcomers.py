@@ -217,6 +217,17 @@ def test_a_folder_that_holds_a_run_is_told_before_all_else(
     assert capsys.readouterr().err == "farflung: run is a run; go on with it: farflung train --resume run\n"
 
 
+def test_a_run_is_not_mixed_into_the_folder_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert run_here(monkeypatch, tmp_path, "train", *SIMULATED, "--out", "mine") == 2
+    told = "farflung: mine holds a model, which a run would mix with; choose another folder with --out\n"
+    assert capsys.readouterr().err == told
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize(("method", "every", "compared"), [("noloco", 5, True), ("noloco", 9, False), ("ddp", 0, True)])
 def test_bytes_are_compared_only_where_a_round_was_held(
     monkeypatch: pytest.MonkeyPatch,

@@ -152,6 +152,14 @@ def _told(value: object) -> str:
     return "unset" if value is None else repr(value)
 
 
+def refuse_taken(folder: Path) -> None:
+    """Refuses a new run in the folder of another one, or of a model. Raises UserError."""
+    if event_files(folder):
+        raise events.holds_a_run(folder)
+    if (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a model, which a run would mix with; choose another folder with --out")
+
+
 def refuse_while_trained(folder: Path) -> None:
     """Refuses to touch a run that another process trains. Raises UserError."""
     with disk_errors(f"write to {folder}", "see to it, or begin a run in another folder with --out"):

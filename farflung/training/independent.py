@@ -22,7 +22,7 @@ from farflung.settings import RunSettings, Settings
 from farflung.signals import on_stop_signals
 from farflung.training import beginning, checkpoint, launch, onlooker, peer
 from farflung.training.cautions import cautions
-from farflung.training.events import holds_a_run, tell_death
+from farflung.training.events import tell_death
 from farflung.training.failures import RunFailedError, described_exit
 from farflung.training.finish import finish_apart
 from farflung.training.forks import BY_PEERS, import_ahead, none_left, run_module, starting
@@ -47,8 +47,8 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     onlooker.internet()  # or says at once that it is missing
     if resume or restart:
         beginning.refuse_while_trained(folder)
-    elif launch.is_begun(folder):
-        raise holds_a_run(folder)
+    else:
+        beginning.refuse_taken(folder)
     if restart:
         beginning.clear(folder)
     elif resume:

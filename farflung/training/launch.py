@@ -36,7 +36,6 @@ from farflung.training.cautions import cautions
 from farflung.training.core import check_core
 from farflung.training.dealing import check_dealing
 from farflung.training.dealt_tables import check_tables
-from farflung.training.events import holds_a_run
 from farflung.training.failures import OneLine, failure_of
 from farflung.training.finish import Endings, ended_together, finish, write_events, write_results
 from farflung.training.forks import import_ahead, none_left, run_module, starting
@@ -57,8 +56,8 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     if resume or restart:
         beginning.refuse_observers_own(settings, folder)
         beginning.refuse_while_trained(folder)
-    elif is_begun(folder):
-        raise holds_a_run(folder)
+    else:
+        beginning.refuse_taken(folder)
     check_settings(settings)
     for line in cautions(settings):
         say(line)
