@@ -18,9 +18,9 @@ from bench.lib.table import Cell, Part, Table
 WAYS: dict[str, Settings] = {
     "ddp, AdamW": {"method": "ddp", "inner": "adamw"},
     "ddp, Muon": {"method": "ddp", "inner": "muon"},
-    "DiLoCo, AdamW": {"method": "diloco", "inner": "adamw"},
-    "DiLoCo, Muon": {"method": "diloco", "inner": "muon"},
-    "NoLoCo, Muon": {"method": "noloco", "inner": "muon"},
+    "diloco, AdamW": {"method": "diloco", "inner": "adamw"},
+    "diloco, Muon": {"method": "diloco", "inner": "muon"},
+    "noloco, Muon": {"method": "noloco", "inner": "muon"},
 }
 BATCH = 8
 """Sequences in a step of a replica, at the smallest."""
@@ -60,7 +60,7 @@ class Options:
         return regime(steps, self.model, self.replicas) | WAYS[way] | rounds | larger
 
 
-SMOKE = Options(steps=8, factors=(1, 2), every=2, seeds=(0,), budget=1, replicas=2, ways=("ddp, Muon", "DiLoCo, Muon"))
+SMOKE = Options(steps=8, factors=(1, 2), every=2, seeds=(0,), budget=1, replicas=2, ways=("ddp, Muon", "diloco, Muon"))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:

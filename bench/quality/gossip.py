@@ -24,11 +24,11 @@ from bench.lib.table import Part, Table
 from bench.lib.training import outcome
 
 METHODS: dict[str, Settings] = {
-    "NoLoCo": {"method": "noloco"},
-    "GASLoC": {"method": "gasloc"},
-    "factored gossip": {"method": "factored-gossip"},
-    "DiLoCo in pairs": {"method": "diloco", "group_size": 2},
-    "DiLoCo among all": {"method": "diloco"},
+    "noloco": {"method": "noloco"},
+    "gasloc": {"method": "gasloc"},
+    "factored-gossip": {"method": "factored-gossip"},
+    "diloco, in pairs": {"method": "diloco", "group_size": 2},
+    "diloco, among all": {"method": "diloco"},
 }
 CASES: dict[str, Settings] = {
     "8": {"replicas": 8},
@@ -62,7 +62,7 @@ class Options:
     """What is trained."""
 
 
-SMOKE = Options(steps=4, every=2, seeds=(0,), budget=1, methods=("NoLoCo",), cases=("8", "16, 1 lost a round"))
+SMOKE = Options(steps=4, every=2, seeds=(0,), budget=1, methods=("noloco",), cases=("8", "16, 1 lost a round"))
 
 
 def made(settings: Settings, seed: int) -> Result:

@@ -20,11 +20,11 @@ NOLOCO: Settings = {"method": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5}
 DILOCO: Settings = {"method": "diloco", "outer_lr": 0.7}
 WAYS: dict[str, Settings] = {
     "ddp": {"method": "ddp"},
-    "DiLoCo, every 50": DILOCO | {"every": 50, "outer_momentum": 0.5},
-    "DiLoCo, every 100": DILOCO | {"every": 100, "outer_momentum": 0.5},
-    "DiLoCo, every 100, momentum 0.9": DILOCO | {"every": 100, "outer_momentum": 0.9},
-    "NoLoCo, every 50": NOLOCO | {"every": 50},
-    "NoLoCo, every 100": NOLOCO | {"every": 100},
+    "diloco, every 50": DILOCO | {"every": 50, "outer_momentum": 0.5},
+    "diloco, every 100": DILOCO | {"every": 100, "outer_momentum": 0.5},
+    "diloco, every 100, momentum 0.9": DILOCO | {"every": 100, "outer_momentum": 0.9},
+    "noloco, every 50": NOLOCO | {"every": 50},
+    "noloco, every 100": NOLOCO | {"every": 100},
 }
 """Momentum 0.9 is that of DiLoCo's own paper."""
 EVERY = 50
@@ -52,7 +52,7 @@ class Options:
         return regime(steps, self.model, self.replicas) | {"inner": "adamw", "warmup": steps // 25} | WAYS[way]
 
 
-SMOKE = Options(rounds=(2,), seeds=(0,), budget=1, replicas=2, ways=("DiLoCo, every 50", "NoLoCo, every 50"))
+SMOKE = Options(rounds=(2,), seeds=(0,), budget=1, replicas=2, ways=("diloco, every 50", "noloco, every 50"))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -76,7 +76,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 def _of_length(store: Store, options: Options, rounds: int) -> Table:
     chosen = {way: store.chosen[name_of(way, rounds)] for way in options.ways if name_of(way, rounds) in store.chosen}
     found = {way: sound(store.results(settings)) for way, settings in chosen.items()}
-    columns = ("method", "loss", "to DiLoCo, every 50", "replicas apart", "tuned to")
+    columns = ("method", "loss", "to diloco, every 50", "replicas apart", "tuned to")
     title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
     rows = [line(way, found, chosen[way]) for way, results in found.items() if results]
     return Table(dict.fromkeys(columns, ""), rows, title)
@@ -84,7 +84,7 @@ def _of_length(store: Store, options: Options, rounds: int) -> Table:
 
 def line(way: str, found: dict[str, dict[int, Result]], settings: Settings) -> tuple[Cell, ...]:
     """A row; what it is to stand beside may not be there yet."""
-    own, beside = found[way], changes(found[way], found.get("DiLoCo, every 50", {}))
+    own, beside = found[way], changes(found[way], found.get("diloco, every 50", {}))
     losses = around((one["validation_loss"] for one in own.values()), 4)
     apart = f"{mean(one.get('weight_spread') or 0 for one in own.values()):.4f}"
     change = f"{around(beside, 2, '+')} %" if beside else ""

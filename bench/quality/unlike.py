@@ -27,13 +27,13 @@ from farflung.workloads.tokenizers import Bytes
 
 WAYS: dict[str, Settings] = {
     "ddp": {"method": "ddp"},
-    "DiLoCo": {"method": "diloco"},
-    "DiLoCo, RDA": {"method": "diloco", "fuse": "rda"},
-    "NoLoCo": {"method": "noloco"},
-    "NoLoCo, half the pull": {"method": "noloco", "gamma": 0.35},
-    "NoLoCo, no pull": {"method": "noloco", "gamma": 0.0},
-    "GASLoC": {"method": "gasloc"},
-    "never": {"method": "local"},
+    "diloco": {"method": "diloco"},
+    "diloco, RDA": {"method": "diloco", "fuse": "rda"},
+    "noloco": {"method": "noloco"},
+    "noloco, half the pull": {"method": "noloco", "gamma": 0.35},
+    "noloco, no pull": {"method": "noloco", "gamma": 0.0},
+    "gasloc": {"method": "gasloc"},
+    "local": {"method": "local"},
 }
 OF_SOURCES = "validation_losses"
 """What a summary calls the losses by source."""
@@ -63,7 +63,7 @@ class Options:
     """Which rows to make."""
 
 
-SMOKE = Options(sources=2, steps=4, every=2, batch_size=2, seeds=(0,), budget=1, ways=("DiLoCo, RDA",))
+SMOKE = Options(sources=2, steps=4, every=2, batch_size=2, seeds=(0,), budget=1, ways=("diloco, RDA",))
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
