@@ -265,11 +265,14 @@ def test_news(content: bytes) -> None:
 @example({"weights": [[7, 1], [8, HUGE]]}, 5.0)
 @example({"weights": [[7, 0], [8, 50]]}, 5.0)
 @example({"weights": [[7, 1e-300], [8, 1e9]]}, 5.0)
+@example({"weights": [[7, 1.0], [8, 11]]}, 0.0)  # whose own message counts nothing has nothing to compare with
+@example({"weights": [[7, 1.0], [8, 11], [9, HUGE]]}, 0.0)
 def test_a_host_s_answer(told: Any, weight: float) -> None:
     if party := read(lambda: party_of(told, 7, weight)):
         assert set(party.group) == party.weights.keys() and sorted(party.group) == list(party.group)
         assert not party.group or party.weights[7] <= weight
-        assert all(0 <= heavy <= HEAVIEST * max(weight, 1.0) for heavy in party.weights.values())
+        least = weight or min((heavy for heavy in party.weights.values() if heavy > 0), default=0.0)
+        assert all(0 <= heavy <= HEAVIEST * max(least, 1.0) for heavy in party.weights.values())
         assert type(party.behind) is bool
 
 
