@@ -131,21 +131,21 @@ def _elastic(method: Method) -> str:
 def _evidence_of(name: str, evidence: str) -> str:
     """The rows about a method in the tables of evidence, each under its table's head."""
     found = []
-    for title, head, rows in _tables_in(evidence):
+    for title, told, head, rows in _tables_in(evidence):
         own = [row for row in rows if re.match(rf"\| {re.escape(name)}[ ,]", row)]
         if own:
             anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-            found.append("\n".join([f"From [{title}](../evidence.md#{anchor}):", "", *head, *own]))
+            found.append("\n".join([f"From [{title}](../evidence.md#{anchor}){told}:", "", *head, *own]))
     return "\n\n".join(found) or "No table has a row of it yet. [Evidence](../evidence.md) has the other methods."
 
 
-def _tables_in(page: str) -> Iterable[tuple[str, list[str], list[str]]]:
-    """Each table's section, its head of two lines, and its rows."""
+def _tables_in(page: str) -> Iterable[tuple[str, str, list[str], list[str]]]:
+    """Each table's section, what the table is called after that, its head of two lines, and its rows."""
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title = section.partition("\n")[0]
-        for block in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE):
+        for told, block in re.findall(r"(?:^\*\*(.+)\*\*\n\n)?((?:^\|.*\n)+)", section, flags=re.MULTILINE):
             lines = block.splitlines()
-            yield title, lines[:2], lines[2:]
+            yield title, f", {told}" if told else "", lines[:2], lines[2:]
 
 
 def settings_page() -> str:

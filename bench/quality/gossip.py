@@ -133,7 +133,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         if found[name][first]
     ]
     return {
-        "gossip": [table(f"loss after {options.steps} steps, to the last row", loss)],
+        "gossip": [table(f"loss after {options.steps} steps (beside {options.methods[-1]})", loss)],
         "gossip apart": [table("how far apart replicas end", mean_of("weight_spread", 1, 4))],
         "gossip hours": [table("simulated hours", mean_of("seconds", 3600, 4))],
         "gossip sent": [Table(dict.fromkeys(("", "MB a replica", "tuned to"), ""), sent)],
