@@ -152,7 +152,7 @@ def _told(value: object) -> str:
     return "unset" if value is None else repr(value)
 
 
-def refuse_taken(folder: Path) -> None:
+def refuse_occupied(folder: Path) -> None:
     """Refuses a new run in the folder of another one, or of a model. Raises UserError."""
     if event_files(folder):
         raise events.holds_a_run(folder)

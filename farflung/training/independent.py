@@ -48,7 +48,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
     if resume or restart:
         beginning.refuse_while_trained(folder)
     else:
-        beginning.refuse_taken(folder)
+        beginning.refuse_occupied(folder)
     if restart:
         beginning.clear(folder)
     elif resume:

@@ -57,7 +57,7 @@ def prepare(settings: Settings, folder: Path, resume: bool, restart: bool = Fals
         beginning.refuse_observers_own(settings, folder)
         beginning.refuse_while_trained(folder)
     else:
-        beginning.refuse_taken(folder)
+        beginning.refuse_occupied(folder)
     check_settings(settings)
     for line in cautions(settings):
         say(line)
