@@ -118,15 +118,16 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         for name in names
     }
 
+    yardstick, first = found.get(options.methods[-1], {}), options.cases[0]
+    columns = [case for case in options.cases if yardstick.get(case)]
+
     def table(title: str, cell: Callable[[list[Result], list[Result]], str]) -> Table:
         rows = [
-            (name, *(cell(found[name][case], found[names[-1]][case]) if found[name][case] else "" for case in columns))
+            (name, *(cell(found[name][case], yardstick[case]) if found[name][case] else "" for case in columns))
             for name in names
         ]
         return Table(dict.fromkeys(("replicas", *columns), ""), rows, title)
 
-    columns = [case for case in options.cases if names and found[names[-1]][case]]
-    first = options.cases[0]
     sent = [
         (name, mean_of("bytes_sent", 1e6 * CASES[first]["replicas"], 1)(found[name][first], []), searched(store, name))
         for name in names
