@@ -23,8 +23,9 @@ def base(folder: Path, seed: int, width: int) -> Path:
 
 def test_another_base_is_refused_in_one_line_and_a_copy_elsewhere_is_taken(swarm: Swarm, tmp_path: Path) -> None:
     """Other weights of the same shapes, which nothing else would notice, and other shapes."""
-    ours, copy = (base(tmp_path / name, 0, 16) for name in ("ours", "copy"))
-    others = {"weights": base(tmp_path / "weights", 1, 16), "shapes": base(tmp_path / "shapes", 0, 32)}
+    models = tmp_path / "models"
+    ours, copy = (base(models / name, 0, 16) for name in ("ours", "copy"))
+    others = {"weights": base(models / "weights", 1, 16), "shapes": base(models / "shapes", 0, 32)}
     run = ("--pretrained", "--lora", 2, "--sequence-length", 32, "--every", 5, "--batch-size", 2, "--eval-sequences", 2)
     ticket = ("--ticket", "run.ticket", "--port", swarm.port, "--max-tokens", 100_000, "--deadline", patience(15))
     swarm.start("invite", "--name", "test", "--model", ours, *run, *ticket, log="first")
