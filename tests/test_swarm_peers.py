@@ -306,6 +306,27 @@ def test_newcomers_that_choose_at_once_share_out_the_stages(tmp_path: Path) -> N
             network.close()
 
 
+@pytest.mark.slow
+def test_one_that_hears_late_of_a_choice_thinks_again_though_its_rank_is_the_lower(tmp_path: Path) -> None:
+    """The other one knew of nobody when it chose, and has begun to serve."""
+    port, stages = free_port(), 2
+    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
+    networks = [join_network(tmp_path, number, "127.0.0.1", port, patience(20)) for number in range(stages)]
+    try:
+        until(lambda: all(one.peers.members.proven() for one in networks))
+        for network in networks:
+            network.peers.info.update(trains=False, stage=stages, shapes="alike")
+        lower, higher = sorted(networks, key=lambda one: one.rank)
+        seats.take_stage(higher, [*range(stages)], stages, tmp_path)
+        assert higher.peers.info["stage"] == 0
+        lower.peers.members.by_rank[higher.rank].stage = stages  # what it said has not come yet
+        seats.take_stage(lower, [*range(stages)], stages, tmp_path)
+        assert lower.peers.info["stage"] == 1
+    finally:
+        for network in networks:
+            network.close()
+
+
 def test_the_bottleneck_is_the_stage_whose_peers_can_do_least_and_an_empty_one_before_all() -> None:
     def row(stage: int, capacity: float, state: str = "trains") -> dict[str, Any]:
         told = {"name": f"{stage}-{capacity}", "queue": 2.0, "microbatches_per_second": 1.0, "step": 1, "heard": 0.0}

@@ -16,7 +16,8 @@ GOES_SECONDS = 20.0
 """For so long one that is to take a stage over may take to be there."""
 WORTH = 0.05
 """A move must raise what the whole swarm does by this part, since the mover fetches its new stage's state first."""
-
+SETTLED = "settled"
+"""The fact of a newcomer that has chosen its stage and thinks of it no more."""
 
 FASTER = 16.0
 """Nobody is believed to be so many times as quick as the middle one of all: who says so would have others move."""

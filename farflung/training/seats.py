@@ -17,7 +17,7 @@ from farflung.pipeline.assemble import assemble
 from farflung.pipeline.division import divisible, division_of
 from farflung.pipeline.island import Island
 from farflung.settings import Settings
-from farflung.swarm.moves import BYTES_A_PARAMETER, MoveError, stage_for_newcomer, standings
+from farflung.swarm.moves import BYTES_A_PARAMETER, SETTLED, MoveError, stage_for_newcomer, standings
 from farflung.training.core import alternating
 from farflung.training.stopping import Stop
 from farflung.training.terminal import say
@@ -25,6 +25,8 @@ from farflung.workloads import Workload
 
 if TYPE_CHECKING:
     from farflung.networks.internet import InternetNetwork
+    from farflung.networks.internet.contact.peers import Peers
+    from farflung.networks.peers.member import Member
 
 
 def seated(
@@ -126,25 +128,32 @@ def take_stage(network: InternetNetwork, able: list[int], stages: int, folder: P
 
     Raises UserError.
     """
-    stage = able[0] if len(able) == 1 else _agreed(network, able, stages)
-    network.peers.info["stage"] = stage
+    peers = network.peers
+    stage = peers.background.run(_agreed(peers, able, stages), 60.0 * stages)
+    peers.info["stage"] = stage
     with disk_errors(f"write to {folder}", "choose another folder with --out"):
         write_text(folder / "stage", f"{stage}\n")
     say(f"serves stage {stage} of {stages}, counted from 0")
 
 
-def _agreed(network: InternetNetwork, able: list[int], stages: int) -> int:
-    """The stage that needs one more most. Of newcomers who choose the same, the others think again."""
-    peers, chosen = network.peers, None
-    for _ in range(stages):
-        there = [one for one in peers.members.in_good_standing() if one.shapes and one.stage < stages]
-        rivals = [one.rank for one in there if one.stage == chosen and not one.trains]
-        if chosen is not None and min(rivals, default=network.rank) >= network.rank:
+async def _agreed(peers: Peers, able: list[int], stages: int) -> int:
+    """The stage that needs one more most. Of newcomers who choose the same at once, all but one think again.
+
+    That one is settled; where none is yet, it is the one with the lowest rank.
+    """
+
+    def there() -> list[Member]:
+        return [one for one in peers.members.in_good_standing() if one.shapes and one.stage < stages]
+
+    for _ in able:
+        known = {one.rank: (one.stage, one.facts.get("capacity", 0.0)) for one in there()}
+        chosen = stage_for_newcomer(standings((rank, *told) for rank, told in known.items()), stages, able)
+        await peers.announce(stage=chosen)
+        rivals = [one for one in there() if one.stage == chosen and known.get(one.rank, (None,))[0] != chosen]
+        if not any(one.trains or SETTLED in one.facts or one.rank < peers.identity.rank for one in rivals):
             break
-        told = ((one.rank, one.stage, one.facts.get("capacity", 0.0)) for one in there)
-        chosen = stage_for_newcomer(standings(told), stages, able)
-        peers.background.run(peers.announce(stage=chosen), 60.0)
-    assert chosen is not None
+    # No await since the look around: whoever hears of the choice from here on hears that it is settled.
+    peers.info["facts"] = {**peers.info["facts"], SETTLED: 1.0}
     return chosen
 
 

@@ -34,9 +34,10 @@ ALIVE_SECONDS = 20.0
 FACTS = (
     *("loss", "tokens_per_second", "rounds", "refused", "processes", "held_up_s", "alone"),
     *("observes", "observed", "core_only", "requests"),
-    *("queue", "capacity", "microbatches_per_second", "sent", "bypassed", "validation_loss", "serves", "ended"),
+    *("queue", "capacity", "microbatches_per_second", "sent", "bypassed", "validation_loss"),
+    *("settled", "serves", "ended"),
 )
-"""The facts that a peer publishes, all numbers; the last ones of a swarm's stage."""
+"""The facts that a peer publishes, all numbers; those of the last two lines of a swarm's stage."""
 LARGEST_FACT = 1e15
 FASTEST, FURTHEST = 1e6, 1 << 40
 """Steps a second, and steps, that nobody has."""
