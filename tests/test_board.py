@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
-from patience import patience
+import pytest
+from patience import patience, until
 from torch.distributed import HashStore
+from warm import Python
 
 from farflung.networks.board import Board
 
@@ -19,9 +22,6 @@ class SlowStore:
     def __init__(self) -> None:
         self._store = HashStore()
         self.asked = threading.Event()
-
-    def clone(self) -> SlowStore:
-        return self
 
     def append(self, key: str, value: str) -> None:
         threading.Event().wait(SLOW_SECONDS)
@@ -51,3 +51,41 @@ def test_a_look_that_began_before_a_word_was_left_does_not_hide_it() -> None:
     assert store.asked.wait(patience(5))
     store._store.append("words/end", "[1, 4]\n")
     assert other.words("end", patience(5)) == {0: 3, 1: 4}
+
+
+SERVER = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+LEAVES = """
+import sys
+import torch.distributed as dist
+from farflung.networks import TorchNetwork, works
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+network = TorchNetwork()
+print("there", flush=True)
+try:
+    while True:
+        store.check(["any"])
+except dist.DistError:
+    network.among([0]).board.leave("end", 3)
+    print(len(works._threads), "under way", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_who_leaves_when_the_store_is_gone_does_not_try_to_get_there_again(tmp_path: Path) -> None:
+    """It would be tried for long, and so end a replica's process long after its launcher."""
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    server = Python(tmp_path / "server.py")
+    until(lambda: server.out.read_text().endswith("\n"))
+    leaves = Python(tmp_path / "leaves.py", server.out.read_text().strip())
+    until(lambda: leaves.out.read_text() == "there\n" or leaves.poll() is not None)
+    server.kill()
+    said, errors = leaves.communicate(patience(60))
+    assert said == "there\n0 under way\n", errors

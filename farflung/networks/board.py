@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -23,21 +23,22 @@ class Board:
     """Where a network's replicas leave each other words; threads write and read them, so that no store holds one up.
 
     Args:
-        store: shared by all processes; this has a connection of its own, made when it is first used.
+        store: a connection of its own to what all processes share. It is made at the start: one to a store that is
+            gone would be tried for long.
         processes: the replicas' ranks in the process group, in order.
         process: this one's.
     """
 
     def __init__(self, store: Store, processes: Sequence[int], process: int) -> None:
-        self._shared = store
+        self._store = store
         self._processes = processes
         self._process = process
         self._looks: dict[str, Thread] = {}
         self._known: dict[str, dict[int, Any]] = {}
 
-    @cached_property
-    def _store(self) -> Store:
-        return self._shared.clone()  # type: ignore[attr-defined, no-any-return]
+    def among(self, processes: Sequence[int]) -> Board:
+        """The board of a network of some of the processes, with the same connection."""
+        return Board(self._store, processes, self._process)
 
     def leave(self, topic: str, word: Any) -> None:
         """Leaves a word, which JSON can hold; in vain where the store is gone or takes longer than `LEAVE_SECONDS`."""

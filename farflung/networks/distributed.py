@@ -41,6 +41,7 @@ class TorchNetwork(RealNetwork):
         addresses: each process's name in error messages.
         store: where processes leave messages for each other; by default the process group's own.
         processes: the replicas' ranks in the process group, in order; by default all.
+        board: where replicas leave each other words; by default one with another connection to the store.
     """
 
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
@@ -51,6 +52,7 @@ class TorchNetwork(RealNetwork):
         addresses: Mapping[int, str] | None = None,
         store: Store | None = None,
         processes: Sequence[int] | None = None,
+        board: Board | None = None,
     ) -> None:
         super().__init__()
         self.processes = tuple(range(dist.get_world_size()) if processes is None else processes)
@@ -62,7 +64,7 @@ class TorchNetwork(RealNetwork):
         self._addresses = addresses or {}
         self.island_processes: Sequence[Group] = ()
         self.store = store or _get_default_store()
-        self.board = Board(self.store, self.processes, self.process)
+        self.board: Board = board or Board(self.store.clone(), self.processes, self.process)  # type: ignore[attr-defined]
 
     @classmethod
     def from_env(cls, starting: float = 600.0) -> TorchNetwork:
@@ -78,7 +80,7 @@ class TorchNetwork(RealNetwork):
         Raises UserError where a process is not there, or given twice.
         """
         self._check_seats(processes)
-        network = TorchNetwork(self._addresses, self.store, processes)
+        network = TorchNetwork(self._addresses, self.store, processes, self.board.among(processes))
         network._attachments = self._attachments  # both send under the same process group's keys
         return network
 
