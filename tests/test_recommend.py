@@ -57,6 +57,13 @@ def test_a_gap_between_two_lengths_is_on_a_line_of_logarithms_and_beyond_them_th
     assert gap.least == pytest.approx((middle - spread) * (0.5 if steps == 1600 else 1))
 
 
+def test_replicas_that_never_meet_have_the_gap_of_the_longest_run_also_where_that_is_of_one_seed() -> None:
+    page = (recommended.ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    (gap,) = re.findall(r"\| 3200 \| replicas that never meet \| [\d.]+ \| \+([\d.]+) % \|", page)
+    candidates = recommend(options(params=1e9, step_ms=800.0, steps=3200))
+    assert f"{candidates[0].most:.1%}" == f"{float(gap):.1f}%"
+
+
 def test_a_gap_that_has_closed_altogether_is_not_logged() -> None:
     row = row_of(at_100=[9.0, 11.0], at_400=[-1.0, 1.0])
     assert Lengths([row], 1600).gap(row).middle == 0
@@ -105,6 +112,16 @@ def test_who_wants_to_wait_for_next_to_nothing_gets_what_never_waits_or_is_told(
     assert {one.computing for one in recommend(options(wait=1e-300, step_ms=5e4))} == {1.0}
     with pytest.raises(UserError, match="too slow for"):
         recommend(options(wait=1e-300, params=1e9, step_ms=1.0))
+
+
+def test_it_says_that_gaps_are_larger_with_more_replicas_than_were_measured() -> None:
+    page = (recommended.ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    lines = [float(slope) for slope in re.findall(r"fixed batch per replica \| -\d+\.\d \+(\d+\.\d) · log2 N", page)]
+    assert measured()["doubling"] == pytest.approx(mean(lines), abs=0.1)
+    for replicas, larger in ((8, False), (16, True)):
+        chosen = options(replicas=replicas)
+        text = told(recommend(chosen), chosen)
+        assert (f"by some {mean(lines):.0f} points for each doubling" in text) is larger
 
 
 def test_gaps_grow_as_those_of_one_method_at_two_distances() -> None:

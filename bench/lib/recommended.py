@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from statistics import mean
 from typing import Any
 
 from bench.lib.runs import changes
 from bench.lib.store import ROOT, Result, Settings, Store
-from bench.quality import frontier, gap, inner, length
+from bench.quality import frontier, gap, inner, length, scaling
 from farflung.files import write_text
 
 TABLE = ROOT / "farflung" / "planner" / "evidence.json"
@@ -37,6 +38,7 @@ def made() -> dict[str, Any]:
         "steps": options.regime["steps"],
         "replicas": options.regime["replicas"],
         "alone": changes(results["local"], results["ddp"]),
+        "doubling": round(_of_a_doubling(), 3),
         "longer": _longer(),
         "rows": rows,
     }
@@ -65,13 +67,25 @@ def _with_modulo(results: dict[str, dict[int, Result]]) -> dict[str, Any]:
     return _row("Loss against bytes", store.chosen["noloco, every 5, modulo4"], [sum(pair) for pair in both])
 
 
+def _of_a_doubling() -> float:
+    """By how many points gaps grow where replicas are twice as many, each with a batch of its own: a mean of lines."""
+    own, *_ = scaling.BATCHES
+    lines = [
+        each.line(each.points) for each in scaling.all_gaps(Store("scaling"), scaling.Options()) if each.batch == own
+    ]
+    return mean(slope for _, slope in lines)
+
+
 def _longer() -> list[dict[str, Any]]:
-    """The rows of longer runs, with their gaps on several seeds at each length."""
+    """The rows of longer runs, with their gaps at each length: on several seeds, but where replicas never meet.
+
+    Of those only the middle counts, for which one seed will do.
+    """
     store, options = Store("length"), length.Options()
     found, rows = length.measured(store, options), dict[str, dict[str, Any]]()
     for (way, steps), results in found.items():
         gaps = changes(results, found[length.DDP, steps])
-        if way != length.DDP and len(gaps) > 1:
+        if way != length.DDP and (len(gaps) > 1 or length.WAYS[way]["method"] == "local"):
             row = _row("Longer runs", options.of(way, steps), gaps)
             rows.setdefault(way, row | {"gaps": {}})["gaps"][str(steps)] = row["gaps"]
     return list(rows.values())

@@ -26,8 +26,8 @@ class Gap:
 
 
 def measured_gap(gaps: Sequence[float]) -> Gap:
-    """Of per cents on several seeds: their mean, and two deviations to both sides."""
-    middle, spread = mean(gaps) / 100, 2 * stdev(gaps) / 100
+    """Of per cents on several seeds: their mean, and two deviations to both sides. One seed has none."""
+    middle, spread = mean(gaps) / 100, 2 * stdev(gaps) / 100 if len(gaps) > 1 else 0.0
     return Gap(middle, middle - spread, middle + spread)
 
 

@@ -205,6 +205,11 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         lines.append(
             "No gap is shown as more than the most; rows that would be more come in the order of how much more."
         )
+    if options.replicas > table["replicas"]:
+        lines.append(
+            f"Gaps are of {table['replicas']} replicas. With more they were larger: in runs of {table['steps']} steps "
+            f"by some {table['doubling']:.0f} points for each doubling, up to 32."
+        )
     return "\n".join([*lines, *_of_length(best, options.steps, table), _how_thin(options.params, table)])
 
 
