@@ -7,10 +7,10 @@ to its six rows, so that they say less than the first tables do. "Noted" is what
 gave. `caps`: the most that steps on this machine's processor hold by torch's own tracker, beside the cap and what was
 predicted; moments stay near, since the tracker cannot tell memory that is far from near. `seconds`: steps beside steps
 that keep everything, in turns, with far memory that is as slow as it is told to be; transformers' own offload copies at
-the same speed. `search`: the plans that the search finds beside the fastest of all plans, found by trying all of
-them, for chains of up to six unlike layers of random costs and caps. `largest`: the most layers of a Llama that train
-in so much memory, which processes are held to, with and without `--memory`. Takes a minute for the first, ten for
-`caps`, half an hour for `seconds`, five for `search` and hours for `largest`.
+the same speed. `search`: the plans that the search finds beside the fastest of all plans, found by trying all of them,
+for chains of up to six unlike layers of random costs and caps. `largest`: the layers of a Llama that train in so much
+memory, which processes are held to, with and without `--memory`: as many as two small ones let expect. Takes a minute
+for the first, ten for `caps`, half an hour for `seconds`, five for `search` and hours for `largest`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ else:
 
 
 def local() -> Method:
-    """No exchange at all: each replica trains alone on its share of the data; the lower bound.
+    """No exchange at all: each replica trains alone on its share of the data; what rounds must beat.
 
     Paper: none
     """

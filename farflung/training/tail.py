@@ -12,7 +12,7 @@ from farflung.memory.far import Home, MakeHome, near_home
 
 
 class TailAverage:
-    """A running mean of weights, one sample a call: the mean of late anchors has a lower loss than the last one.
+    """A running mean of weights, one sample a call.
 
     Keeps one float32 copy of the model from the first sample on, in homes that `home` makes. It needs no exchange.
     """
