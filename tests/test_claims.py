@@ -1,0 +1,147 @@
+"""What pages say in words is what tables and kept results say: figures, beside the cells that they come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from bench.lib.store import RESULTS, ROOT
+
+EVIDENCE, MEASURED, FAILED = "docs/evidence.md", "docs/measured.md", "docs/what-did-not-work.md"
+METHODS, CHOOSE = "docs/methods/index.md", "docs/how-to/choose.md"
+BEST, PAIRS, THREE = "diloco, ef-int2, every 4 to 16", "noloco, modulo4, every 5", ("200", "800", "3200")
+Figures = Callable[[], list[float]]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of one of the tables that are made of kept results."""
+    (found,) = re.findall(rf"<!-- table: {table} -->\n(.*?)<!-- end -->", text_of(EVIDENCE), re.DOTALL)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines() if line[:1] == "|"]
+
+
+def cell(table: str, column: int, *starts: str) -> str:
+    """One cell, of the row that begins with these."""
+    (row,) = [cells for cells in rows_of(table) if tuple(cells[: len(starts)]) == starts]
+    return row[column]
+
+
+def number(text: str) -> float:
+    """The first one in a text."""
+    (first, *_) = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
+    return float(first)
+
+
+def longer(way: str, *lengths: str) -> Figures:
+    """A way's gaps in per cent in longer runs."""
+    return lambda: [number(cell("length", 3, length, way)) for length in lengths]
+
+
+def late(steps: str, merge: str, spread: bool = False) -> Figures:
+    """What a late round costs in per cent, and its deviation."""
+
+    def figures() -> list[float]:
+        middle, _, deviation = cell("late", 3, steps, merge).partition("±")
+        return [number(middle), *([number(deviation)] if spread else [])]
+
+    return figures
+
+
+def above(table: str, name: str) -> Figures:
+    """By how many per cent a way of gossip is above averaging among all, with 8, 16 and 32 replicas."""
+    return lambda: [number(cell(table, column, name).partition("(")[2]) for column in (1, 2, 3)]
+
+
+def lower() -> list[float]:
+    """By how many per cent averaging among all is below pairs' mean weights, with as many: the least and the most."""
+    found = [100 - 100 / (1 + gap / 100) for gap in above("gossip averaged", "noloco")()]
+    return [min(found), max(found)]
+
+
+def gaps() -> list[float]:
+    """Of the last line of the gap: how far below ddp with AdamW, and above that with Muon; then in longer runs."""
+    (*_, last) = rows_of("gap")
+    names = [name for name, *_ in rows_of("gap regimes") if name.startswith("four times the steps")]
+    return [-number(last[3]), number(last[4]), *(number(cell("gap regimes", 3, name)) for name in names)]
+
+
+def with_muon() -> list[float]:
+    """By how many per cent Muon lowers losses: the least and the most."""
+    changes = [-number(cells[3]) for cells in rows_of("inner")[2:]]
+    return [min(changes), max(changes)]
+
+
+def unlike() -> list[float]:
+    plain, apart = (number(cell("unlike", 1, name)) for name in ("diloco", "diloco, RDA"))
+    return [100 * (apart / plain - 1)]
+
+
+def hidden() -> list[float]:
+    return [max(above("gossip", "factored-gossip")())]
+
+
+CLAIMS: list[tuple[str, str, Figures]] = [
+    ("README.md", r"ended (\d) to (\d)% lower after 800", lower),
+    (METHODS, r"\[(\d) to (\d)% lower\]", lower),
+    ("README.md", r"(\S+)% above ddp's after 200 steps", longer(BEST, "200")),
+    ("README.md", r"(\S+)% after 800 and after 3200", longer(BEST, "800")),
+    ("README.md", r"(\S+)% after 800 and after 3200", longer(BEST, "3200")),
+    (METHODS, r"(\S+)% above after 200 steps, and (\S+)% after 800", longer(BEST, "200", "800")),
+    (METHODS, r"(\S+)% after 800 and after 3200", longer(BEST, "3200")),
+    (EVIDENCE, r"(\S+)% above ddp after 28 rounds, (\S+)% after 109, and still (\S+)%", longer(BEST, *THREE)),
+    (EVIDENCE, r"goes on closing: (\S+)%, (\S+)%, and (\S+)%", longer(PAIRS, *THREE)),
+    (FAILED, r"\[(\S+) and \S+%\]\(evidence.md#longer-runs\)", longer(BEST, "3200")),
+    (FAILED, r"\[\S+ and (\S+)%\]\(evidence.md#longer-runs\)", longer(PAIRS, "3200")),
+    (METHODS, r"(\S+)% below that of ddp with AdamW, and (\S+)% .*? is (\S+)% above the latter, or (\S+)%", gaps),
+    (EVIDENCE, r"on every seed, by (\d+) to (\d+)%", with_muon),
+    (EVIDENCE, r"A delay of a whole round costs (\S+)% after 100 rounds", late("800", "kept")),
+    (EVIDENCE, r"costs (\S+) ± (\S+)% where the round's gradient", late("3200", "turned (HeLoCo)", spread=True)),
+    (EVIDENCE, r"and (\S+) ± (\S+)% where the steps trained meanwhile", late("3200", "kept", spread=True)),
+    (FAILED, r"cost (\S+)% after 100 rounds", late("800", "kept")),
+    (FAILED, r"and (\S+) ± (\S+)% after 400\]", late("3200", "kept", spread=True)),
+    (FAILED, r"eager ones (\d+)% after 100", late("800", "eager")),
+    (CHOOSE, r"\[cost (\S+) ± (\S+)%\]", late("3200", "kept", spread=True)),
+    (FAILED, r"\[(\d)% worse\]\(evidence.md#unlike-data\)", unlike),
+    (CHOOSE, r"\[within (\S+)%\]\(../evidence.md#gossip\)", hidden),
+    (EVIDENCE, r"stays within (\S+)% of averaging among all", hidden),
+    (EVIDENCE, r"a replica of `noloco` is (\d+), (\d+) and (\d+)% above", above("gossip", "noloco")),
+    (EVIDENCE, r"`noloco`'s is (\d+), (\d+) and (\d+)% above", above("gossip averaged", "noloco")),
+]
+"""A page, words on it with figures, and what these are by the tables."""
+
+
+@pytest.mark.parametrize(("page", "words", "figures"), CLAIMS, ids=[f"{page}: {words}" for page, words, _ in CLAIMS])
+def test_a_sentence_has_the_figures_of_the_tables(page: str, words: str, figures: Figures) -> None:
+    (told,) = re.finditer(words, " ".join(text_of(page).split()))
+    pairs = zip(told.groups(), figures(), strict=True)
+    assert [*told.groups()] == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in pairs]
+
+
+def test_what_the_readme_says_was_measured_stands_in_the_pages_that_say_how() -> None:
+    _, _, section = text_of("README.md").partition("\n## Measured\n")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    figures = re.findall(r"\d[\d,]*\.?\d+", " ".join(line.split("|")[2] for line in lines))
+    pages = text_of(MEASURED) + text_of(EVIDENCE)
+    assert len(figures) > 20
+    assert [one for one in figures if not re.search(rf"(?<![\d.,]){re.escape(one)}(?!\d)", pages)] == []
+
+
+@pytest.mark.parametrize(
+    ("title", "benches"),
+    [
+        ("## Mixtures of experts", ("mixtures", "mixtures_of_text")),
+        ("## Parts of one model", ("subnets", "masks")),
+        ("## A core that weak replicas train", ("cores",)),
+    ],
+)
+def test_means_and_deviations_are_those_that_a_bench_has_told(title: str, benches: tuple[str, ...]) -> None:
+    _, _, section = text_of(MEASURED).partition(f"\n{title}\n")
+    found = re.findall(r"\d\.\d{3,4} ± \d\.\d{3,4}", re.split(r"\n## |\n### Of pictures", section)[0])
+    kept = "".join(str(json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["told"]) for name in benches)
+    assert len(found) > 10 and [one for one in found if one not in kept] == []
