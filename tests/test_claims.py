@@ -132,16 +132,47 @@ def test_what_the_readme_says_was_measured_stands_in_the_pages_that_say_how() ->
     assert [one for one in figures if not re.search(rf"(?<![\d.,]){re.escape(one)}(?!\d)", pages)] == []
 
 
+def section(title: str) -> str:
+    """A section of the page of measurements."""
+    return text_of(MEASURED).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def told_by(bench: str) -> object:
+    return json.loads((RESULTS / f"{bench}.json").read_text("utf-8"))["told"]
+
+
 @pytest.mark.parametrize(
     ("title", "benches"),
     [
-        ("## Mixtures of experts", ("mixtures", "mixtures_of_text")),
-        ("## Parts of one model", ("subnets", "masks")),
-        ("## A core that weak replicas train", ("cores",)),
+        ("Mixtures of experts", ("mixtures", "mixtures_of_text")),
+        ("Parts of one model", ("subnets", "masks")),
+        ("A core that weak replicas train", ("cores",)),
     ],
 )
 def test_means_and_deviations_are_those_that_a_bench_has_told(title: str, benches: tuple[str, ...]) -> None:
-    _, _, section = text_of(MEASURED).partition(f"\n{title}\n")
-    found = re.findall(r"\d\.\d{3,4} ± \d\.\d{3,4}", re.split(r"\n## |\n### Of pictures", section)[0])
-    kept = "".join(str(json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["told"]) for name in benches)
+    found = re.findall(r"\d\.\d{3,4} ± \d\.\d{3,4}", section(title).partition("\n### Of pictures")[0])
+    kept = "".join(str(told_by(name)) for name in benches)
     assert len(found) > 10 and [one for one in found if one not in kept] == []
+
+
+def numbers_in(told: object) -> list[float]:
+    """All numbers in what a bench has told."""
+    if isinstance(told, list | dict):
+        return [one for part in (told.values() if isinstance(told, dict) else told) for one in numbers_in(part)]
+    return [abs(float(one)) for one in re.findall(r"\d+(?:\.\d+)?", str(told))]
+
+
+@pytest.mark.parametrize(
+    ("title", "bench"),
+    [("Graphs", "graphs"), ("Memory", "memory"), ("Adapters", "lora")],
+)
+def test_figures_of_a_table_are_rounded_from_those_that_a_bench_has_told(title: str, bench: str) -> None:
+    lines = [line for line in section(title).splitlines() if line.startswith("| ")]
+    found = re.findall(r"(?<![\w,.])\d+\.\d+", " ".join(lines))
+    kept = [number * scale for number in numbers_in(told_by(bench)) for scale in (1, 100)]
+
+    def is_kept(figure: str) -> bool:
+        half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])
+        return any(abs(number - float(figure)) <= half for number in kept)
+
+    assert len(found) > 5 and [figure for figure in found if not is_kept(figure)] == []
