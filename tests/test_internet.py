@@ -26,7 +26,7 @@ from processes import free_port
 
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
-from farflung.networks import Party, PeerLostError, SharedState
+from farflung.networks import Party, PeerLostError, Pending, SharedState
 from farflung.networks.internet import (
     Identity,
     InternetNetwork,
@@ -42,6 +42,7 @@ from farflung.networks.internet.contact.background import Background
 from farflung.networks.internet.contact.gossip import news_in
 from farflung.networks.internet.contact.streams import PeerStream, RequestRefusedError
 from farflung.networks.internet.gathering import party_of
+from farflung.networks.internet.matchmaker import _turn
 from farflung.networks.internet.states import snapshots
 from farflung.networks.peers import packing
 from farflung.networks.peers.admission import check_clock
@@ -672,6 +673,26 @@ def test_one_with_other_anchors_is_told_that_it_is_behind(pair: Run) -> None:
     parties = {peer.rank: party for peer, party in zip(pair.peers, both(pair, meet), strict=True)}
     assert met(parties[pair.peers[1].rank]) == ((pair.peers[1].rank,), False)
     assert met(parties[pair.peers[0].rank]) == ((), True)
+
+
+@pytest.mark.slow
+def test_a_host_that_goes_to_a_better_one_takes_its_guests_along(run: Run) -> None:
+    """As when one comes while the others meet, and only some have heard of it: they would wait at two places."""
+    one, other, newcomer = (run.join() for _ in range(3))
+    run.all_know_each_other()
+    names = (f"round {number} of fragment 5" for number in range(1000))
+    turns = {name: [_turn(name, peer.rank) for peer in (newcomer, one, other)] for name in names}
+    key = next(name for name, found in turns.items() if found == sorted(found))
+    group = tuple(sorted((one.rank, other.rank)))
+
+    def meet(peer: InternetNetwork) -> Pending[tuple[int, ...]]:
+        return peer.meet(group, key, 5, 1.0, "", lambda party: party.group)
+
+    known = [peer.peers.members.by_rank.pop(newcomer.rank) for peer in (one, other)]
+    first = meet(other)
+    until(lambda: other.rank in one._matchmaker._rendezvous_of(key).waiting)
+    one.peers.members.by_rank[newcomer.rank] = known[0]
+    assert [meet(one).wait(patience(60)), first.wait(patience(60))] == [group, group]
 
 
 @pytest.mark.slow

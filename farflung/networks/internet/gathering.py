@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from farflung.networks.base import ALONE, Party
+from farflung.networks.internet.contact.streams import RequestRefusedError
 from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, number, reading, whole
 from farflung.networks.peers.member import FURTHEST, LAST_RANK
 from farflung.networks.peers.members import KNOWN, LOST
@@ -37,6 +38,8 @@ class Guest:
     came: float
     until: float
     answer: asyncio.Future[Frame]
+    asked: tuple[int, ...]
+    """The hosts that it has asked; none where it cannot be sent on."""
 
 
 @dataclass
@@ -71,6 +74,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
         loop.time(),
         loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
         loop.create_future(),
+        tuple(asked) if isinstance(asked := request.get("asked"), list) else (),
     )
     return guest, name_in(request, "key")
 
@@ -129,6 +133,22 @@ def bring_together(guests: list[Guest], rendezvous: Rendezvous) -> None:
         if guest.rank not in together:
             alone = "shuns" if guest.rank in liked else "shunned"
             _group([guest], rendezvous, guest.shuns & together.keys(), alone)
+
+
+def send_on(rendezvous: Rendezvous, host: int, record: Frame) -> None:
+    """Tells those who have not been at a better host to go there."""
+    for guest in list(rendezvous.waiting.values()):
+        if guest.asked and host not in (guest.rank, *guest.asked) and not guest.answer.done():
+            guest.answer.set_result({"better": record})
+            del rendezvous.waiting[guest.rank]
+
+
+def refuse_all(rendezvous: Rendezvous, why: str) -> None:
+    """Has all go on to their next hosts."""
+    for guest in rendezvous.waiting.values():
+        if not guest.answer.done():
+            guest.answer.set_exception(RequestRefusedError(why))
+    rendezvous.waiting.clear()
 
 
 def leave_alone(guest: Guest, rendezvous: Rendezvous) -> None:

@@ -32,6 +32,8 @@ from farflung.networks.internet.gathering import (
     make_pairs,
     open_group,
     party_of,
+    refuse_all,
+    send_on,
     shun_each_other,
 )
 from farflung.networks.peers.frames import Frame, FrameError, entry, name_in
@@ -50,6 +52,7 @@ VISITS = 16
 """Rounds at which a peer can be at a time."""
 HOSTS_TRIED, VISITED = 3, 6
 """Hosts of its own choice to which a peer goes for a round, and visits in all, with those to which it is sent on."""
+HOSTS_NO_MORE = "it does not train, so that others do not come to it"
 CROWD_SECONDS = 0.5
 """How long those who want a pair wait for each other where a peer knows only a part of the run."""
 
@@ -81,6 +84,7 @@ class Matchmaker:
             asked.append(hosts.popleft())
             if asked[-1] == self._peers.identity.rank:
                 return await self._at_home(request, weight)
+            self._send_on(key, asked[-1])
             found = await self._visit(asked[-1], {"kind": "meet", **request, "asked": asked + silent})
             if isinstance(found, Party):
                 return found
@@ -89,6 +93,13 @@ class Matchmaker:
             elif found is not None:
                 hosts.extendleft((asked[-1], found))  # back to this one if the better one is not there
         return Party((), {}, alone=alone)
+
+    def _send_on(self, key: str, host: int) -> None:
+        """Sends guests on to a better host, of whom this peer has learnt since, and to whom it goes itself."""
+        better = self._peers.members.by_rank.get(host)
+        if better is None or _turn(key, host) >= _turn(key, self._peers.identity.rank) or key not in self._rendezvous:
+            return
+        send_on(self._rendezvous[key], host, better.record)
 
     async def _visit(self, host: int, request: Frame) -> Party | int | str | None:
         """The group of a round at another host, or a better host, or a word of ALONE; None if it is not there."""
@@ -165,6 +176,8 @@ class Matchmaker:
     async def _on_meet(self, stream: PeerStream, frame: Frame) -> None:
         if not stream.member.listed or stream.member.door_of is not None:
             raise RequestRefusedError("the others do not know of it")  # and would wait for it in vain
+        if not self._peers.info["trains"]:
+            raise RequestRefusedError(HOSTS_NO_MORE)
         first, asked = self._hosts(name_in(frame, "key"))[0], frame.get("asked")
         if isinstance(asked, list) and first not in (self._peers.identity.rank, stream.member.rank, *asked):
             await stream.tell({"better": self._peers.members.by_rank[first].record})
@@ -229,6 +242,8 @@ class Matchmaker:
         """Settles a round whenever somebody has come, and now and then."""
         while rendezvous.waiting:
             rendezvous.changed.clear()
+            if not self._peers.info["trains"]:
+                refuse_all(rendezvous, HOSTS_NO_MORE)
             self._settle(rendezvous)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
