@@ -281,8 +281,13 @@ def test_nobody_waits_for_one_who_has_met_others() -> None:
     assert Simulation(3, late).run(work) == [pytest.approx(1), pytest.approx(1), 1.0]
 
 
-def lost_by(conditions: Conditions, comes: dict[int, int], group: tuple[int, ...], wait: float = 100) -> dict[int, Any]:
-    """What the members of a group are told that come to a meeting after so many steps of a second each."""
+def lost_by(
+    conditions: Conditions, comes: dict[int, int], group: tuple[int, ...] = (), wait: float = 100
+) -> dict[int, Any]:
+    """What the members of a group are told that come to a meeting after so many steps of a second each.
+
+    Without a group it is for each all members whom it knows when it comes.
+    """
 
     def work(network: SimulatedNetwork) -> tuple[tuple[int, ...], str] | None:
         if network.rank not in comes:
@@ -290,7 +295,7 @@ def lost_by(conditions: Conditions, comes: dict[int, int], group: tuple[int, ...
         for _ in range(comes[network.rank]):
             network.advance()
         with pytest.raises(PeerLostError) as lost:
-            network.exchange(packet(1), group, "x").wait(wait)
+            network.exchange(packet(1), group or network.members(), "x").wait(wait)
         for _ in range(10 - comes[network.rank]):
             network.advance()  # nobody leaves meanwhile
         return lost.value.ranks, str(lost.value)
@@ -314,9 +319,21 @@ def test_who_is_cut_off_is_named_and_never_one_who_is_only_late() -> None:
 
 def test_when_a_partition_has_healed_those_who_meet_others_are_named() -> None:
     heals = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=(Cut((3,), 0.0, 0.5),))
-    told = lost_by(heals, {0: 0, 1: 0, 2: 2}, (0, 1, 2))
+    told = lost_by(heals, {0: 0, 1: 0, 2: 2})
     assert told[0] == told[1] == away((2,), "meets others, since the members have changed")
     assert told[2] == away((0, 1), "meets others, since the members have changed")
+
+
+def test_those_whom_a_cut_leaves_together_meet_though_others_come_and_go() -> None:
+    cuts = (Cut((2,), 0.2, 0.5), Cut((3,), 0.4, 1.5))
+    conditions = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=1000, cuts=cuts)
+
+    def work(network: SimulatedNetwork) -> list[int]:
+        for _ in range(2 * network.rank):
+            network.advance()
+        return sorted(network.exchange(packet(network.rank), (0, 1), "x").wait(100)) if network.rank < 2 else []
+
+    assert Simulation(4, conditions).run(work) == [[0, 1], [0, 1], [], []]
 
 
 def test_each_lost_replica_has_its_own_fate() -> None:

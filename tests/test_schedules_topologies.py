@@ -76,6 +76,21 @@ def test_random_groups_divide_the_members(replicas: int, size: int, seed: int, r
             assert 2 <= len(groups[rank]) <= size
 
 
+@given(replicas=st.integers(2, 40), size=st.integers(2, 5), round=st.integers(0, 50), data=st.data())
+def test_who_has_heard_of_a_loss_and_who_has_not_find_the_same_groups_of_others(
+    replicas: int, size: int, round: int, data: st.DataObject
+) -> None:
+    """Else a round in which one is lost would be lost for most: each would wait for others than wait for it."""
+    members, topology = tuple(range(replicas)), RandomGroups(size, 3)
+    lost = data.draw(st.sets(st.sampled_from(members[:-1]), max_size=replicas // 2))
+    left = tuple(rank for rank in members if rank not in lost)
+    before, after = (topology.groups(ranks, f"round {round}") for ranks in (members, left))
+    assert {group for group in before if not lost & {*group}} <= {*after}
+    together = [rank for group in after for rank in group]
+    assert {*together} <= {*left} and len(together) == len({*together}) >= len(left) - 1
+    assert all(2 <= len(group) <= size and list(group) == sorted(group) for group in after)
+
+
 def test_pairs_change_from_round_to_round_and_with_the_seed() -> None:
     members = tuple(range(8))
     partners = {group_of(0, RandomGroups(2, 0).groups(members, f"round {r}")) for r in range(60)}

@@ -39,11 +39,16 @@ class Everyone:
         return [members]
 
 
+COUNTED = 1 << 20
+"""Ranks below are those of replicas that are counted from 0; among peers that come and go, ranks are larger."""
+
+
 @dataclass(frozen=True)
 class RandomGroups:
     """A new random permutation each round, cut into groups of `size` (NoLoCo, arXiv 2506.10911).
 
-    Who is left over in a group of one sits the round out. Every replica must have the same seed.
+    Who is left over in a group of one sits the round out. Every replica must have the same seed. Replicas hear of a
+    lost one at different rounds: groups that it was not in are the same with and without it.
     """
 
     size: int = 2
@@ -57,7 +62,13 @@ class RandomGroups:
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """The groups of this round's permutation."""
+        everyone = range(last + 1) if (last := max(members, default=COUNTED)) < COUNTED else members
         # A string seeds Python's generator alike on every machine and version.
-        order = random.Random(f"{self.seed} {round}").sample(members, len(members))
-        groups = (tuple(sorted(order[begin : begin + self.size])) for begin in range(0, len(order), self.size))
-        return [group for group in groups if len(group) > 1]
+        order, there = random.Random(f"{self.seed} {round}").sample(everyone, len(everyone)), {*members}
+        drawn = [[rank for rank in group if rank in there] for group in self._cut(order)]
+        alone = [rank for group in drawn if len(group) == 1 for rank in group]
+        found = [*(group for group in drawn if len(group) > 1), *self._cut(alone)]
+        return [tuple(sorted(group)) for group in found if len(group) > 1]
+
+    def _cut(self, order: list[int]) -> list[list[int]]:
+        return [order[begin : begin + self.size] for begin in range(0, len(order), self.size)]

@@ -243,9 +243,10 @@ class SimulatedCluster:
             for collective in forming:
                 if collective.group[-1] not in self._replicas:
                     continue  # its group is one replica and one observer, whoever the members are
-                # Those who have yet to come will know other members, and may well come to another group.
+                # Whoever comes to another group, since it knows other members, is lost to this one when it comes there.
                 dead = {rank: DIED for rank in collective.group if rank in self._dead}
-                self._give_up_on(collective, collective.missing(), dead)
+                if dead or len({self._side.get(rank, ()) for rank in collective.group}) > 1:
+                    self._give_up_on(collective, collective.missing(), dead)
 
     def _hold_between_sides(self, collective: SimulatedCollective) -> None:
         separated = bool(self._side) and len({self._side.get(rank, ()) for rank in collective.group}) > 1
