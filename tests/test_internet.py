@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import random
@@ -498,6 +499,22 @@ def test_a_replayed_packet_is_dropped(pair: Run, liar: Liar) -> None:
         taken.append((answer, awaited.done() and not awaited.exception()))
     assert taken[0][0] == {"taken": True} and taken[0][1]
     assert "sent again" in taken[1][0]["refused"] and not taken[1][1]
+
+
+def test_a_packet_is_taken_once_at_a_time_in_however_many_sessions_names_it_is_sent(pair: Run, liar: Liar) -> None:
+    """Each would have memory of its own for as large a message as may be."""
+    victim = pair.peers[0]
+    victim.peers.background.run(expectation(victim, liar, "twice"), patience(5))
+    content = bytes(1000)
+    headers = []
+    for session in ("one", "other"):
+        liar.peers.info["session"] = session
+        headers.append(liar.header(key="twice", size=len(content), digest=hashlib.sha256(content).hexdigest()))
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(liar.tells, headers[0], content, drip_s=0.003)
+        until(lambda: victim._transport._arriving)
+        assert "announced twice" in liar.tells(headers[1], content)["refused"]
+        assert told.result() == {"taken": True}
 
 
 def test_altered_bytes_and_a_slow_drip_are_no_packet(pair: Run, liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from farflung.networks.peers.frames import FrameError
 from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm import signs
 from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch
-from farflung.swarm.moves import FASTER, next_move, standings
+from farflung.swarm.moves import FASTER, next_move, share_under_way, standings
 from farflung.swarm.peer import MOST_REASONS, StagePeer
 from farflung.swarm.questions import QUESTION, Questions
 from farflung.swarm.routers import ThroughputRouter
@@ -234,6 +234,14 @@ def test_one_that_says_to_be_quickest_by_far_has_nobody_move() -> None:
     assert next_move(standings([*honest, (9, 0, 1e15)]), 2) == next_move(standings([*honest, (9, 0, 16.0)]), 2)
     assert standings([*honest, (9, 0, 1e15)])[9].speed == FASTER
     assert standings([*honest, (8, 0, 0.0), (9, 0, 1e15)])[8].speed == 1.0, "who has none counts as the middle one"
+
+
+def test_one_that_says_to_be_slower_than_nothing_has_nobody_move() -> None:
+    honest = [(rank, rank % 2, 1.0) for rank in range(6)]
+    assert standings([*honest, (9, 0, -1e15)]) == standings([*honest, (9, 0, 0.0)])
+    assert next_move(standings([*honest, (9, 0, -1e15)]), 2) is None
+    peers = standings([(0, 0, 1.0), (9, 1, -1.0)])
+    assert share_under_way(peers, 0, 2, 2.0) == 4, "and a head goes on"
 
 
 @pytest.mark.slow

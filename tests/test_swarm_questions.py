@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import patience
+from patience import patience, until
 from test_swarm_visits import Make, made  # noqa: F401
 
 from farflung.networks.internet.contact.streams import PeerStream
 from farflung.networks.peers.frames import FrameError, encoded
 from farflung.pipeline.settings import MOST_TOGETHER
 from farflung.swarm.letters import LostError, Microbatch
-from farflung.swarm.questions import QUESTION, Asked, Questions, read_names, told_names
+from farflung.swarm.questions import MOST_STEPS, QUESTION, Asked, Questions, read_names, told_names
 from farflung.swarm.signs import SIGN
-from farflung.swarm.synchronous import Synchronous
+from farflung.swarm.synchronous import Participant, Synchronous, digest_of
+from farflung.swarm.work import Learnt
 
+T = TypeVar("T")
 PARTS, LAST = 6, 100
 TERM = (0, 0)
 
@@ -65,6 +68,7 @@ REPORTS: dict[str, dict[str, Any]] = {
     "another stage than its own": report(stage=0),
     "a step after the last": report(version=LAST + 1),
     "microbatches that a step has not": report(learnt=[[0, 0, "f" * 40]]),
+    "microbatches of many steps": report(learnt=[[0, step, "1"] for step in range(MOST_STEPS + 1)]),
     "numbers below zero": report(under_way=-1),
     "no term": report(term="x"),
     "bytes that nobody asked for": report(size=1 << 40),
@@ -148,3 +152,80 @@ def test_a_peer_whose_answers_are_false_is_struck_and_counts_as_lost(made: Make)
         here.peers.background.run(asked.report(TERM), patience(20))
     liar.peers.handlers[QUESTION] = working
     assert here.peers.background.run(asked.report(TERM), patience(20)).stage == 1
+
+
+@pytest.mark.slow
+def test_one_that_asks_for_states_and_reads_none_has_one_made_for_it(made: Make) -> None:  # noqa: F811
+    swarm, states = made([1, 2]), list[bytes]()
+    here, greedy = swarm.of(1)
+    honest = swarm.of(0)[0]
+
+    def state() -> tuple[int, bytes]:
+        states.append(bytes(1 << 24))
+        return 0, states[-1]
+
+    own = Synchronous(here.stage, here.work, None, None, None)  # type: ignore[arg-type]
+    Questions(here.peers, own, state, 3, PARTS, LAST, patience(20)).open()
+    rank = here.peers.identity.rank
+
+    async def ask() -> None:
+        async with greedy.peers.stream(greedy.peers.members.by_rank[rank]) as stream:
+            await stream.tell({"kind": QUESTION, "ask": "state"})
+            await asyncio.sleep(patience(60))
+
+    asked = [greedy.peers.background.submit(ask()) for _ in range(8)]
+    until(lambda: here.peers.guard._streams[greedy.peers.identity.peer] == 8)
+    time.sleep(2)
+    assert len(states) == 1
+    theirs = Questions(honest.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20))
+    member = honest.peers.members.by_rank[rank]
+    found = honest.peers.background.run(Asked(theirs, member)._ask("state", 1 << 24), patience(60))
+    assert found[1] == states[1], "others do not wait for it"
+    for one in asked:
+        one.cancel()
+
+
+@pytest.mark.slow
+def test_no_step_is_taken_without_all_of_its_microbatches_whoever_orders_it(made: Make) -> None:  # noqa: F811
+    swarm, taken = made([1, 2]), list[Learnt]()
+    here, liar = swarm.of(1)
+    rank, target = liar.peers.identity.rank, liar.peers.members.by_rank[here.peers.identity.rank]
+
+    class Alone:
+        def living(self) -> dict[int, Participant]:
+            return {target.rank: own, rank: own}
+
+    async def take(learnt: Learnt) -> None:
+        taken.append(learnt)
+
+    async def stays(version: int, givers: list[int]) -> None:
+        raise LostError("nobody is behind")
+
+    own = Synchronous(here.stage, here.work, Alone(), take, stays)
+    Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20)).open()
+    leader = Asked(Questions(liar.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20)), target)
+
+    def ordered(order: Awaitable[T]) -> T:
+        async def go() -> T:
+            return await order
+
+        return liar.peers.background.run(go(), patience(60))
+
+    def learn(*numbers: int) -> dict[int, str]:
+        here.work.learnt.samples = {Microbatch(0, number): 3 for number in numbers}
+        return {target.rank: digest_of(here.work.learnt.samples)}
+
+    with pytest.raises(LostError, match="nobody has learnt"):
+        ordered(leader.gather((0, rank), {}))
+    for some in ([], [0, 1]):
+        assert ordered(leader.gather((0, rank), learn(*some))) == []
+        with pytest.raises(LostError, match="without some of its microbatches"):
+            ordered(leader.step((0, rank)))
+        here.peers.guard.forgive(liar.peers.identity.peer)
+    twice = learn(*range(PARTS))
+    with pytest.raises(LostError, match="the same microbatch"):
+        ordered(leader.gather((0, rank), {**twice, rank: twice[target.rank]}))
+    assert here.peers.guard.refused == {"bad request": 3} and not taken and not swarm.told
+    assert ordered(leader.gather((0, rank), learn(*range(PARTS)))) == []
+    ordered(leader.step((0, rank)))
+    assert [len(one.samples) for one in taken] == [PARTS]

@@ -52,8 +52,11 @@ class MoveError(Exception):
 
 
 def standings(told: Iterable[tuple[int, int, float]]) -> dict[int, Standing]:
-    """What is known of peers by their rank, stage and speed; one without a speed counts as quick as the others do."""
-    known = list(told)
+    """What is known of peers by their rank, stage and speed; one without a speed counts as quick as the others do.
+
+    So does one whose speed is none: below zero, it would make its stage the neediest, and have all others move there.
+    """
+    known = [(rank, stage, max(0.0, speed)) for rank, stage, speed in told]
     usual = median([speed for _, _, speed in known if speed] or [1.0])
     return {rank: Standing(stage, min(speed or usual, FASTER * usual)) for rank, stage, speed in known}
 

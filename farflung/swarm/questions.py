@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ from farflung.swarm.work import Learnt, Usual
 QUESTION = "step"
 LONGEST_SECONDS = 600.0
 """Until an answer begins, whatever holds it up."""
+MOST_STEPS = 4
+"""Steps of which a peer tells microbatches at a time, at most: one, and those before of which some were late."""
 LARGEST_STATE = 64
 """Bytes a parameter that a stage's state has at most: weights, and what an optimizer keeps of them."""
 
@@ -68,6 +71,7 @@ class Questions:
     states: Waits = field(default_factory=lambda: Waits(math.inf))
     sizes: Usual = field(default_factory=Usual)
     """Of what mates have learnt, a sample."""
+    _turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def open(self) -> None:
         """Begins to answer."""
@@ -84,15 +88,22 @@ class Questions:
             raise FrameError("a question that nobody knows")
         if asked in _ORDERS:
             self._check_order(stream.member.rank, _term(frame))
-        try:
-            with works(stream):
-                told, payload = await answer(self, frame)
-        except LostError as lost:
-            raise RequestRefusedError(str(lost)) from lost
-        content = memoryview(payload)
-        await stream.tell({**told, "size": len(content)})
-        await write_payload(stream.writer, content, self.stall_s)
-        await stream.hear_the_end(self.stall_s)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                with works(stream):
+                    if asked in _ANSWERS:
+                        await stack.enter_async_context(self._turn(stream.member.rank))
+                    told, payload = await answer(self, frame)
+            except LostError as lost:
+                raise RequestRefusedError(str(lost)) from lost
+            content = memoryview(payload)
+            await stream.tell({**told, "size": len(content)})
+            await write_payload(stream.writer, content, self.stall_s)
+            await stream.hear_the_end(self.stall_s)
+
+    def _turn(self, rank: int) -> asyncio.Lock:
+        """Held while one that asks is answered: it need not read, and what it is told lies in memory until then."""
+        return self._turns.setdefault(rank, asyncio.Lock())
 
     def _check_order(self, rank: int, term: Term) -> None:
         """Only heads lead, each in its own name; one whose stage is not heard of yet may be one.
@@ -111,7 +122,7 @@ class Questions:
         return {**told, "learnt": told_names(one.learnt)}, b""
 
     async def _run(self, frame: Frame) -> tuple[Frame, bytes]:
-        names, counts_in = read_names(frame, self.parts), None
+        names, counts_in = _few_names(frame, self.parts), None
         if frame.get("counts_in") is not None:
             counts_in = frozenset(whole(one, MOST) for one in entry(frame, "counts_in", list))
         losses = await self.own.run(_term(frame), names, counts_in)
@@ -126,9 +137,15 @@ class Questions:
     async def _gather(self, frame: Frame) -> tuple[Frame, bytes]:
         with reading("mates"):
             mates = {whole(int(mate), MOST): str(digest) for mate, digest in entry(frame, "mates", dict).items()}
+        if not mates:
+            raise FrameError("an order to gather what nobody has learnt")
         return {"missing": await self.own.gather(_term(frame), mates)}, b""
 
     async def _step(self, frame: Frame) -> tuple[Frame, bytes]:
+        gathered = self.own.gathered
+        names = {Microbatch(self.own.work.version, number) for number in range(self.parts)}
+        if gathered is not None and not gathered >= names:
+            raise FrameError("an order to take a step without some of its microbatches")
         await self.own.step(_term(frame))
         return {}, b""
 
@@ -294,6 +311,13 @@ def read_names(frame: Frame, parts: int) -> list[Microbatch]:
     return found
 
 
+def _few_names(frame: Frame, parts: int) -> list[Microbatch]:
+    """See `read_names`. Raises FrameError for those of many steps, all of which would be run, or remembered."""
+    if len(entry(frame, "learnt", list)) > MOST_STEPS:
+        raise FrameError(f"microbatches of more than {MOST_STEPS} steps")
+    return read_names(frame, parts)
+
+
 def _order(one: Microbatch) -> tuple[int, int, int]:
     """That of a ledger."""
     return one.stream, one.step, one.number
@@ -303,13 +327,13 @@ def _order(one: Microbatch) -> tuple[int, int, int]:
 def _read_report(frame: Frame, here: Questions) -> Report:
     bounds = {"stage": here.own.peer.stages - 1, "version": here.last, "under_way": MOST}
     stage, version, under_way = (whole(frame.get(name), most) for name, most in bounds.items())
-    return Report(_term(frame), stage, version, frozenset(read_names(frame, here.parts)), under_way)
+    return Report(_term(frame), stage, version, frozenset(_few_names(frame, here.parts)), under_way)
 
 
 @reading("losses")
 def _read_losses(frame: Frame, content: bytes, parts: int) -> dict[Microbatch, float]:
     losses = [number(one, -MOST) for one in np.frombuffer(content, np.float64).tolist()]
-    return dict(zip(read_names(frame, parts), losses, strict=True))
+    return dict(zip(_few_names(frame, parts), losses, strict=True))
 
 
 @reading("what a peer has learnt")
@@ -317,7 +341,7 @@ def _read_learnt(frame: Frame, content: bytes, own: Learnt, here: Questions) -> 
     flat = torch.frombuffer(bytearray(content), dtype=torch.float32)
     if not flat.isfinite().all():
         raise FrameError("gradients that are not finite")
-    names = read_names(frame, here.parts)
+    names = _few_names(frame, here.parts)
     size = float(flat.double().norm()) / max(1, here.samples * len(names))
     usual = float(_flat(own.sums.values()).double().norm()) / max(1, sum(own.samples.values()))
     if (size and not names) or not here.sizes.takes(size, usual):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -140,8 +140,16 @@ class Synchronous:
         if turn != self._turn:
             raise LostError("it was asked again meanwhile")
         first, *others = learnt.values()
-        self._gathered = first.with_others(others)
+        try:
+            self._gathered = first.with_others(others)
+        except ValueError as error:
+            raise LostError(str(error)) from error
         return []
+
+    @property
+    def gathered(self) -> Set[Microbatch] | None:
+        """The microbatches of the step that it would take now; None where it has gathered none."""
+        return None if self._gathered is None else self._gathered.samples.keys()
 
     async def step(self, term: Term) -> None:
         """See Participant."""

@@ -290,7 +290,7 @@ class PacketTransport:
     async def _awaited_packet(self, sender: int, key: str) -> asyncio.Future[Tensor]:
         """The slot of an expected packet; an early packet waits with its sender, unread. Raises RequestRefusedError."""
         address = sender, key
-        if address in self._early:
+        if address in self._early or address in self._arriving:
             raise FrameError(f"a packet was announced twice: {key}")
         if address not in self._awaited:
             self._early[address] = asyncio.Event()
