@@ -27,7 +27,7 @@ from processes import free_port
 
 from farflung.errors import UserError
 from farflung.formats import PROTOCOL
-from farflung.networks import Party, PeerLostError, Pending, SharedState
+from farflung.networks import Party, PeerLostError, Pending, SharedState, from_env
 from farflung.networks.internet import (
     Identity,
     InternetNetwork,
@@ -62,6 +62,7 @@ from farflung.networks.peers.guard import (
 from farflung.networks.peers.manifests import described
 from farflung.networks.peers.member import Member, member_in, signed
 from farflung.networks.peers.members import Members
+from farflung.networks.peers.ticket import NobodyAnswersError
 from farflung.testing.liars import Liar, Stranger, as_a_stranger
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -418,6 +419,36 @@ def test_nobody_at_the_addresses_is_said_with_what_to_do(tmp_path: Path) -> None
         InternetNetwork(
             Peers(ticket, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO), deadline=patience(10)
         )
+
+
+def test_a_ticket_without_addresses_leads_to_no_run_but_for_who_begins_one(tmp_path: Path) -> None:
+    nowhere = Ticket.new("test", {})
+    with pytest.raises(NobodyAnswersError, match="the ticket has no addresses; ask a peer for its newer ticket"):
+        Peers(nowhere, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO).start(patience(20))
+    begins = Peers(nowhere, Identity(tmp_path / "k"), ListenAddress("127.0.0.1"), INFO, first=True)
+    begins.start(patience(20))
+    begins.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({}, "FARFLUNG_TICKET is not set; set it to the path"),
+        ({"FARFLUNG_TICKET": "t", "FARFLUNG_PORT": "abc"}, "FARFLUNG_PORT is 'abc'; give a number"),
+        ({"FARFLUNG_TICKET": "t", "FARFLUNG_PORT": "65536"}, "FARFLUNG_PORT is '65536'; give a number"),
+        ({"FARFLUNG_TICKET": "t", "FARFLUNG_KEY": "."}, "the key [.]: Is a directory; name another file"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_told_in_one_line(
+    told: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    Ticket.new("test", {}).write(tmp_path / "t")
+    for name, value in {"FARFLUNG_NETWORK": "internet", **told}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=says):
+        from_env()
 
 
 def test_who_trains_is_counted_once_each_has_been_asked(pair: Run) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from farflung.networks.base import ElasticNetwork, Group, Network, Party, Pending, SharedState
@@ -18,9 +16,9 @@ from farflung.networks.folder.states import FolderStates
 from farflung.networks.folder.store import StoreAwayError
 from farflung.networks.peers.admission import newcomer_info
 from farflung.networks.peers.elastic import PeersNetwork
-from farflung.networks.peers.identity import Identity
+from farflung.networks.peers.environment import identity_from_env, ticket_from_env
 from farflung.networks.peers.pace import Pace, Patience
-from farflung.networks.peers.ticket import NobodyAnswersError, Ticket, read_ticket
+from farflung.networks.peers.ticket import NobodyAnswersError, Ticket
 from farflung.networks.transfer import IN_BACKGROUND, Transfer
 
 T = TypeVar("T")
@@ -69,8 +67,7 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
 
         Raises UserError.
         """
-        ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
-        identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
+        ticket, identity = ticket_from_env(), identity_from_env()
         return cls(Presence(ticket, identity, newcomer_info(ticket), log.warning, min(30.0, deadline / 4)), deadline)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,12 +25,11 @@ from farflung.networks.internet.matchmaker import Matchmaker
 from farflung.networks.internet.states.fetching import Fetching
 from farflung.networks.internet.states.snapshots import Snapshots
 from farflung.networks.internet.transport import LARGEST_MESSAGE, PacketTransport, stall_of
-from farflung.networks.listening import ListenAddress
 from farflung.networks.peers.admission import newcomer_info
 from farflung.networks.peers.elastic import PeersNetwork
-from farflung.networks.peers.identity import Identity
+from farflung.networks.peers.environment import identity_from_env, listen_from_env, ticket_from_env
 from farflung.networks.peers.pace import Pace, Patience
-from farflung.networks.peers.ticket import Ticket, read_ticket
+from farflung.networks.peers.ticket import Ticket
 from farflung.networks.transfer import IN_BACKGROUND
 
 T = TypeVar("T")
@@ -81,10 +79,8 @@ class InternetNetwork(PeersNetwork, Exchanges):
 
         FARFLUNG_LISTEN and FARFLUNG_PORT say where it listens. Raises UserError.
         """
-        ticket = read_ticket(Path(os.environ["FARFLUNG_TICKET"]))
-        local = ListenAddress(os.environ.get("FARFLUNG_LISTEN", "0.0.0.0"), int(os.environ.get("FARFLUNG_PORT", "0")))
-        identity = Identity(Path(os.environ.get("FARFLUNG_KEY", "peer.key")))
-        return cls(Peers(ticket, identity, local, newcomer_info(ticket)), deadline=deadline)
+        ticket = ticket_from_env()
+        return cls(Peers(ticket, identity_from_env(), listen_from_env(), newcomer_info(ticket)), deadline=deadline)
 
     @property
     def elastic(self) -> ElasticNetwork:

@@ -29,6 +29,8 @@ AT_FIRST_SECONDS = 5.0
 
 async def find_members(peers: Peers, addresses: Sequence[str], deadline_s: float) -> None:
     """Calls the peers at a ticket's addresses until one answers, or somebody comes. Raises UserError."""
+    if not addresses:
+        raise NobodyAnswersError("the ticket has no addresses; ask a peer for its newer ticket (RUN/run.ticket)")
     loop = asyncio.get_running_loop()
     looks = not peers.info["listed"]
     deadline_s = min(deadline_s, LOOKING_SECONDS) if looks else deadline_s

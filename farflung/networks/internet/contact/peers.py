@@ -231,7 +231,7 @@ class Peers:
         await self._settle()
         if self._first:
             await find_members_if_any(self, self.ticket.addresses)
-        elif self.ticket.addresses:
+        elif self.ticket.addresses or self.info["door_of"] is None:  # an island offline has none for its doors
             await find_members(self, self.ticket.addresses, deadline_s)
         if self.members.proven():
             with contextlib.suppress(*UNREACHABLE):  # the daemon has just died, and comes back without relays
