@@ -6,6 +6,7 @@ import asyncio
 import io
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from farflung.networks.simulator.event_loop import run_in_virtual_time
 from farflung.swarm import signs
 from farflung.swarm.letters import FalseLetterError, Forward, Gradient, LostError, Microbatch
 from farflung.swarm.moves import FASTER, next_move, share_under_way, standings
+from farflung.swarm.own_steps import OwnSteps
 from farflung.swarm.peer import MOST_REASONS, StagePeer
 from farflung.swarm.questions import QUESTION, Questions
 from farflung.swarm.routers import ThroughputRouter
@@ -242,6 +244,21 @@ def test_one_that_says_to_be_slower_than_nothing_has_nobody_move() -> None:
     assert next_move(standings([*honest, (9, 0, -1e15)]), 2) is None
     peers = standings([(0, 0, 1.0), (9, 1, -1.0)])
     assert share_under_way(peers, 0, 2, 2.0) == 4, "and a head goes on"
+
+
+def test_a_head_that_names_many_streams_has_no_stage_wait_for_more_microbatches() -> None:
+    heads, work = [1], work_of(1, 2, OPTIMIZERS["sgd"], alone=1)
+    peers = SimpleNamespace(info={"step": 0})
+    seat = SimpleNamespace(work=work, stage=1, parts=4, peers=peers, serving=lambda stage: [] if stage else heads)
+    steps = OwnSteps(seat, 100, at_once=False)  # type: ignore[arg-type]
+
+    def enough(step: int, streams: int) -> bool:
+        work.learnt.samples = {Microbatch(step, number, number % streams + 10 * step): SAMPLES for number in range(4)}
+        return steps.enough(over=False) and bool(steps.take())
+
+    assert all(enough(step, streams=4) for step in range(5))
+    heads.append(2)
+    assert not enough(5, streams=2), "two heads start twice as many"
 
 
 @pytest.mark.slow

@@ -85,5 +85,6 @@ class OwnSteps:
         seat = self._seat
         if not seat.stage:
             return seat.parts
-        heads = self._streams | {one.stream for one in learnt}
-        return seat.parts * len(heads) / (len(seat.serving(seat.stage)) + 1)
+        streams = len(self._streams | {one.stream for one in learnt})
+        heads = min(streams, max(1, len(seat.serving(0))))  # one of them may name as many streams as it likes
+        return seat.parts * heads / (len(seat.serving(seat.stage)) + 1)
