@@ -1124,6 +1124,39 @@ def test_one_that_asks_for_pieces_and_reads_none_has_few_packed_for_it(
         one_of.cancel()
 
 
+def test_one_that_asks_for_sketches_again_and_again_leaves_threads_to_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is made of the whole state; packets of rounds would wait behind them all to be checked."""
+    one, greedy = run.join(), run.join()
+    run.all_know_each_other()
+    made, may_end = list[str](), threading.Event()
+
+    def slow(pieces: Any, seed: str) -> torch.Tensor:
+        made.append(seed)
+        may_end.wait(patience(60))
+        return torch.zeros(1)
+
+    monkeypatch.setattr(snapshots, "sketches_of", slow)
+
+    async def ask(name: str) -> None:
+        async with greedy.peers.stream(greedy.peers.members.by_rank[one.rank]) as stream:
+            await stream.tell({"kind": "sketch", "id": name, "seed": "s"})
+            await stream.hear(patience(60))
+
+    one.peers.background.run(one._snapshots._keep(*described(SharedState({"x": torch.ones(8)}, {}))), patience(20))
+    (name,) = one._snapshots._kept
+    asked = [greedy.peers.background.submit(ask(name)) for _ in range(32)]
+    try:
+        until(lambda: one.peers.guard._streams[greedy.peers.identity.peer] == 32)
+        time.sleep(1)
+        assert len(made) == snapshots.AT_A_TIME
+    finally:
+        may_end.set()
+    for one_of in asked:
+        one_of.result(patience(60))
+
+
 def test_a_state_that_nobody_has_is_not_waited_for(pair: Run) -> None:
     lonely = pair.peers[0]
     lonely.peers.members.by_rank[pair.peers[1].rank].failed = True

@@ -28,7 +28,8 @@ KEPT_SECONDS = 120.0
 SNAPSHOTS = 2
 """How many are kept at most; each is as large as the anchors and what the outer optimizer keeps."""
 AT_A_TIME = 4
-"""Pieces that are on their way to a member at a time: it need not read them, and each lies in memory until it does."""
+"""Pieces and sketches that a member is given at a time: each takes a thread to make, and lies in memory until it reads
+it, which it need not do."""
 FRESH_SECONDS = 60.0
 """Longest wait for a peer to end its step and make a snapshot."""
 
@@ -86,8 +87,13 @@ class Snapshots:
 
     async def _on_sketch(self, stream: PeerStream, frame: Frame) -> None:
         pieces, seed = self._asked(frame).pieces, entry(frame, "seed", str)
-        sketches = await asyncio.to_thread(sketches_of, pieces, seed)
-        await self._answer(stream, sketches.numpy().tobytes())
+        async with self._turn(stream):
+            sketches = await asyncio.to_thread(sketches_of, pieces, seed)
+            await self._answer(stream, sketches.numpy().tobytes())
+
+    def _turn(self, stream: PeerStream) -> asyncio.Semaphore:
+        """Held while a member is answered."""
+        return self._turns.setdefault(stream.member.peer, asyncio.Semaphore(AT_A_TIME))
 
     async def _answer(self, stream: PeerStream, content: bytes) -> None:
         await stream.tell({"size": len(content)})
@@ -171,7 +177,6 @@ class Snapshots:
     async def _on_piece(self, stream: PeerStream, frame: Frame) -> None:
         pieces = self._asked(frame).pieces
         piece = pieces[whole(frame.get("number"), len(pieces) - 1)]
-        turn = self._turns.setdefault(stream.member.peer, asyncio.Semaphore(AT_A_TIME))
-        async with turn:
+        async with self._turn(stream):
             with contextlib.suppress(*UNREACHABLE):
                 await self._answer(stream, await asyncio.to_thread(packed, piece))
