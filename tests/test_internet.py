@@ -487,6 +487,36 @@ def test_a_port_in_use_is_named(pair: Run, tmp_path: Path) -> None:
         InternetNetwork(Peers(pair.ticket, Identity(tmp_path / "k"), local, INFO, first=True), deadline=patience(10))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "hello", "/foo/bar", "/ip4/1.2.3.4", "/ip4/999.1.1.1/tcp/1", "/ip4/1.2.3.4/tcp/99999"),
+        *("/ip4/1.2.3.4/udp/4001", "/dns4/my host/tcp/1", f"/ip4/1.2.3.4/tcp/4001/p2p/{PEER}"),
+    ],
+)
+def test_what_leads_nobody_here_is_not_announced(address: str, tmp_path: Path) -> None:
+    local = ListenAddress("127.0.0.1", announce=(address,))
+    peers = Peers(Ticket.new("test", {}), Identity(tmp_path / "k"), local, INFO, first=True)
+    with pytest.raises(UserError, match=r"announce is '.*', which leads nobody here; give this machine's address"):
+        peers.start(patience(20))
+
+
+@pytest.mark.parametrize("address", ["/ip4/203.0.113.7/tcp/4001", "/dns4/gpu.example.org/tcp/4001"])
+def test_what_is_announced_is_told_to_others(address: str, tmp_path: Path) -> None:
+    local = ListenAddress("127.0.0.1", announce=(address,))
+    peers = Peers(Ticket.new("test", {}), Identity(tmp_path / "k"), local, INFO, first=True)
+    peers.start(patience(20))
+    assert [at.rpartition("/p2p/")[0] for at in peers.addresses] == [address]
+    peers.close()
+
+
+@pytest.mark.parametrize("listen", ["", "localhost", "300.1.1.1", "::1"])
+def test_only_an_ipv4_address_is_listened_at(listen: str, tmp_path: Path) -> None:
+    peers = Peers(Ticket.new("test", {}), Identity(tmp_path / "k"), ListenAddress(listen), INFO, first=True)
+    with pytest.raises(UserError, match=r"listen is '.*', which is no IPv4 address; give one"):
+        peers.start(patience(20))
+
+
 @pytest.mark.parametrize(("off", "word"), [(3600.0, "ahead of"), (-3600.0, "behind")])
 def test_a_clock_that_is_off_by_an_hour_is_told(off: float, word: str) -> None:
     now = time.time()

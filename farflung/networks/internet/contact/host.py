@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import os
 import re
 import socket
@@ -33,6 +34,8 @@ PORT_SECONDS = 40.0
 """How long a port that is in use is waited for."""
 TCP = re.compile(r"/ip[46]/[^/]+/tcp/[1-9][0-9]*")
 """An address on the internet that names no other protocol."""
+ANNOUNCED = re.compile(r"/(ip[46]|dns[46]?)/[^/]+/tcp/[1-9][0-9]*")
+"""What a user may have others told in place of the addresses that are found."""
 RELAYS = 4
 """Relays at most that a host keeps."""
 
@@ -91,6 +94,7 @@ class Host:
     async def start(self, on_stream: OnStream, deadline_s: float) -> None:
         """Listens. Raises UserError."""
         local = self._local
+        self._check_announced()
         await _free(local, min(deadline_s, PORT_SECONDS))
         levels = {} if "HIVEMIND_LOGLEVEL" in os.environ else {"GOLOG_LOG_LEVEL": "FATAL"}  # the daemon's
         try:
@@ -114,6 +118,16 @@ class Host:
             await self.stop()  # or what has begun and does not answer would not be seen to be dead
             raise UserError(f"the libp2p daemon cannot start: {plain(str(error))}") from error
         self._local = dataclasses.replace(local, port=local.port or _port_in(self._own))
+
+    def _check_announced(self) -> None:
+        """Refuses to announce what the daemon cannot read, or leads nobody here. Raises UserError."""
+        own = self._identity.peer
+        for address in self._local.announce:
+            if not (ANNOUNCED.fullmatch(address) and leads_to(f"{address}/p2p/{own}", own)):
+                raise UserError(
+                    f"announce is {address!r}, which leads nobody here; give this machine's address and port, such as "
+                    "/ip4/203.0.113.7/tcp/4001 or /dns4/gpu.example.org/tcp/4001"
+                )
 
     async def addresses(self) -> list[str]:
         """Where others can reach it now, the most useful first; at relays, too, once these have taken it."""
@@ -215,6 +229,12 @@ async def _free(local: ListenAddress, seconds: float) -> None:
 
 def check_address(local: ListenAddress) -> None:
     """Refuses a place that cannot be listened at; libp2p itself would share a port with another. Raises UserError."""
+    try:
+        ipaddress.IPv4Address(local.listen)
+    except ValueError as error:
+        raise UserError(
+            f"listen is {local.listen!r}, which is no IPv4 address; give one of this machine's, or 0.0.0.0 for all"
+        ) from error
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
