@@ -48,3 +48,23 @@ def test_what_is_missing_has_a_remedy(
     bad = [line for line in lines if line.startswith("BAD ")]
     assert code == "1" and any("give another folder with --out" in line for line in bad)
     assert any(f"127.0.0.1, port {port}: " in line and "choose another --port" in line for line in bad)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--port", "70000", "0.0.0.0, port 70000: bind(): port must be 0-65535"),
+        ("--listen", "localhost", "localhost, port any: Expected 4 octets"),
+    ],
+)
+def test_where_no_peer_can_listen_is_told_in_a_line(
+    flag: str,
+    value: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, *lines = doctor(monkeypatch, capsys, tmp_path, flag, value)
+    (told,) = [line for line in lines if "can listen" in line]
+    assert code != "0" and told.startswith("BAD ") and says in told and "choose another --port, or an address" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import shutil
@@ -70,11 +71,13 @@ def _cores() -> Finding:
 def _port(local: ListenAddress) -> Finding:
     where = f"{local.listen}, port {local.port or 'any'}"
     try:
+        ipaddress.IPv4Address(local.listen)  # which peers listen at
         with socket.create_server((local.listen, local.port)):
             return Finding(True, f"programs here can listen at {where}")
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:
         remedy = "choose another --port, or an address of this machine with --listen"
-        return Finding(False, f"nothing can listen at {where}: {error.strerror}", remedy)
+        why = getattr(error, "strerror", None) or error
+        return Finding(False, f"nothing can listen at {where}: {why}", remedy)
 
 
 def _name() -> Finding:
