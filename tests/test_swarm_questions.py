@@ -229,3 +229,34 @@ def test_no_step_is_taken_without_all_of_its_microbatches_whoever_orders_it(made
     assert ordered(leader.gather((0, rank), learn(*range(PARTS)))) == []
     ordered(leader.step((0, rank)))
     assert [len(one.samples) for one in taken] == [PARTS]
+
+
+@pytest.mark.slow
+def test_one_that_leads_alone_leads_nobody_to_a_step_that_the_others_have_not_reached(made: Make) -> None:  # noqa: F811
+    swarm, fetched = made([2, 2]), list[int]()
+    here, *others = swarm.of(1) + swarm.of(0)
+    liar = others.pop()
+    rank, target = liar.peers.identity.rank, liar.peers.members.by_rank[here.peers.identity.rank]
+
+    async def fetch(version: int, givers: list[int]) -> None:
+        fetched.append(version)
+
+    def at(step: int) -> None:
+        for seat in others:
+            said = seat.peers.announce(facts={"serves": 1.0}, step=step, rate=1.0)
+            seat.peers.background.run(said, patience(20))
+
+    own = Synchronous(here.stage, here.work, None, None, fetch)  # type: ignore[arg-type]
+    Questions(here.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20)).open()
+    leader = Asked(Questions(liar.peers, own, lambda: (0, b""), 3, PARTS, LAST, patience(20)), target)
+
+    def ordered(version: int) -> None:
+        liar.peers.background.run(leader.catch_up((0, rank), version, [rank]), patience(60))
+
+    at(5)
+    with pytest.raises(LostError, match="hardly anybody has reached the step"):
+        ordered(LAST)
+    ordered(6)
+    at(LAST)
+    ordered(LAST)
+    assert fetched == [6, LAST] and not here.peers.guard.refused

@@ -155,8 +155,24 @@ class Questions:
 
     async def _catch_up(self, frame: Frame) -> tuple[Frame, bytes]:
         givers = [whole(one, MOST) for one in entry(frame, "givers", list)]
-        await self.own.catch_up(_term(frame), whole(frame.get("version"), self.last), givers)
+        term, version = _term(frame), whole(frame.get("version"), self.last)
+        if version > self.own.work.version:
+            await self._check_reached(version, leader=term[1])
+        await self.own.catch_up(term, version, givers)
         return {}, b""
+
+    async def _check_reached(self, version: int, leader: int) -> None:
+        """Believes a leader as leaders do others: see `believed`. Who has not stepped yet may have reached anything.
+
+        Else one of many could end a run that has hardly begun. Raises RequestRefusedError.
+        """
+        standing = self.peers.members.in_good_standing()
+        others = [one for one in standing if "serves" in one.facts and one.rank != leader]
+        answers = await asyncio.gather(*(self.peers.handshake(one.peer) for one in others), return_exceptions=True)
+        told = [one.step if one.rate else math.inf for one in answers if isinstance(one, Member)]
+        reached = sorted([version, self.own.work.version, *told])
+        if version > reached[-1 - (len(reached) - 1) // 3] + 1:
+            raise RequestRefusedError("hardly anybody has reached the step that it is to catch up with")
 
     async def _state(self, frame: Frame) -> tuple[Frame, bytes]:
         version, content = await asyncio.to_thread(self.state)
