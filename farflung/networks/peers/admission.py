@@ -15,7 +15,7 @@ LAST_PROTOCOL = 1 << 16
 
 OTHER_SHAPES = (
     "the model made here has other shapes than the run's; "
-    "see that the model and tokenizer the ticket names are the same files and versions on both machines"
+    "take the model and tokenizer that the ticket names, and see that both machines have the same files and versions"
 )
 
 
