@@ -2,8 +2,8 @@
 NoLoCo, GASLoC, factored gossip and DiLoCo in pairs, beside DiLoCo among all, the yardstick: Muon inside, learning
 rates that one search with one budget has found at 8 replicas. Then the same with more replicas, with data that are
 unlike (each replica has always the same part), with links of which some are much slower, and where one or two replicas
-are cut off at any time, each for about a round. Hours are simulated. Takes about two hours on two cores with three
-seeds; what is made is kept, so that it can be stopped and goes on.
+are cut off for as long as a round's steps take, others in each round. Hours are simulated. Takes about two hours on
+two cores with three seeds; what is made is kept, so that it can be stopped and goes on.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CASES: dict[str, Settings] = {
 """What is asked of each; uneven: the deviation of the links' rates, by factors of e; lost: cut off at a time."""
 STEP_S, MBPS, LATENCY_MS = 0.1, 5, 20
 """Of a step, and of a link, over which a pair's round takes 0.9 s and one of eight 1.5 s."""
-CUT_S = 2.0
-"""How long one is cut off: about a round with its steps."""
+CUT_S, CUT_EVERY_S = 1.0, 2.0
+"""How long one is cut off, and the time from one cut to the next: about a round with its steps."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def made(settings: Settings, seed: int) -> Result:
 
 
 def conditions(settings: Settings, seed: int, lost: int, uneven: float) -> str:
-    """Links, and who is cut off, others each time, for longer than any method takes."""
-    draw, longest_s = random.Random(seed), 4 * settings["steps"] * STEP_S
+    """Links, and who is cut off, others each time, for all of the time that methods take but for their last rounds."""
+    draw, until_s = random.Random(seed), 1.75 * settings["steps"] * STEP_S
     table = f"step_ms = {1000 * STEP_S}\nbandwidth_mbps = {MBPS}\nlatency_ms = {LATENCY_MS}\n"
     table += f"bandwidth_sigma = {uneven}\nseed = {seed}\n"
-    for number in range(round(longest_s / CUT_S) if lost else 0):
-        gone, began = draw.sample(range(settings["replicas"]), lost), number * CUT_S
+    for number in range(round(until_s / CUT_EVERY_S) if lost else 0):
+        gone, began = draw.sample(range(settings["replicas"]), lost), number * CUT_EVERY_S
         table += f"[[cuts]]\nreplicas = {gone}\nfrom_s = {began}\nuntil_s = {began + CUT_S}\n"
     return table
 
