@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from patience import patience, until
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 from warm import Python
 
-from farflung.networks.board import Board
+from farflung.networks.board import Board, connected_anew
 
 SLOW_SECONDS = 0.3
 
@@ -51,6 +51,15 @@ def test_a_look_that_began_before_a_word_was_left_does_not_hide_it() -> None:
     assert store.asked.wait(patience(5))
     store._store.append("words/end", "[1, 4]\n")
     assert other.words("end", patience(5)) == {0: 3, 1: 4}
+
+
+def test_a_store_of_a_users_own_need_not_know_how_to_connect_anew() -> None:
+    class Own(Store):
+        pass
+
+    own = Own()
+    assert connected_anew(own) is own
+    assert connected_anew(HashStore()) is not own
 
 
 SERVER = """

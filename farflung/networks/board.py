@@ -19,6 +19,14 @@ LEAVE_SECONDS = 5.0
 """So long a word is waited for that is being left: who ends may do so at once, and the word with it."""
 
 
+def connected_anew(store: Store) -> Store:
+    """Another connection to a store; a store of a user's own that has none is taken itself."""
+    try:
+        return store.clone()  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:
+        return store
+
+
 class Board:
     """Where a network's replicas leave each other words; threads write and read them, so that no store holds one up.
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from farflung.errors import UserError
 from farflung.networks.base import Combine, Finished, Group, Packets, Pending, mean_in_order
-from farflung.networks.board import Board
+from farflung.networks.board import Board, connected_anew
 from farflung.networks.torchrun import join
 from farflung.networks.transfer import RealNetwork, Transfer
 from farflung.networks.works import Work, end_all, in_thread
@@ -64,7 +64,7 @@ class TorchNetwork(RealNetwork):
         self._addresses = addresses or {}
         self.island_processes: Sequence[Group] = ()
         self.store = store or _get_default_store()
-        self.board: Board = board or Board(self.store.clone(), self.processes, self.process)  # type: ignore[attr-defined]
+        self.board: Board = board or Board(connected_anew(self.store), self.processes, self.process)
 
     @classmethod
     def from_env(cls, starting: float = 600.0) -> TorchNetwork:
