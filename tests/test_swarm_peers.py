@@ -10,7 +10,8 @@ import signal
 import threading
 import typing
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from warm import Python
 from farflung.errors import UserError
 from farflung.events import JoinedEvent, LearntEvent, RoundEvent, StepEvent, events_in
 from farflung.networks import SharedState
+from farflung.networks.internet import InternetNetwork
 from farflung.report.peers import stages_of
 from farflung.settings import Settings, read_settings
 from farflung.swarm.copies import Copies
@@ -281,50 +283,49 @@ def test_nobody_has_a_swarms_best_checkpoint(
         assert "no peer of a swarm has all of a checkpoint to judge; leave out --best" in capsys.readouterr().err
 
 
+@contextmanager
+def newcomers(folder: Path, stages: int) -> Iterator[list[InternetNetwork]]:
+    """As many peers as there are stages, which know each other and have chosen none."""
+    port = free_port()
+    write_ticket(folder / "run.ticket", folder / "0.key", "127.0.0.1", port)
+    with ExitStack() as leaving:
+        networks = []
+        for number in range(stages):
+            networks.append(join_network(folder, number, "127.0.0.1", port, patience(20)))
+            leaving.callback(networks[-1].close)
+        until(lambda: all(len(one.peers.members.proven()) == stages - 1 for one in networks))
+        for network in networks:
+            network.peers.info.update(trains=False, stage=stages, shapes="alike")
+        yield networks
+
+
 @pytest.mark.slow
 def test_newcomers_that_choose_at_once_share_out_the_stages(tmp_path: Path) -> None:
-    port, stages = free_port(), 3
-    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
-    networks = [join_network(tmp_path, number, "127.0.0.1", port, patience(20)) for number in range(stages)]
-    try:
-        until(lambda: all(len(one.peers.members.proven()) == stages - 1 for one in networks))
-        for number, network in enumerate(networks):
-            network.peers.info.update(trains=False, stage=stages, shapes="alike")
+    with newcomers(tmp_path, 3) as networks:
+        for number in range(3):
             (tmp_path / f"{number}").mkdir()
 
         def choose(number: int) -> None:
-            seats.take_stage(networks[number], [*range(stages)], stages, tmp_path / f"{number}")
+            seats.take_stage(networks[number], [*range(3)], 3, tmp_path / f"{number}")
 
-        choosing = [threading.Thread(target=choose, args=(number,)) for number in range(stages)]
+        choosing = [threading.Thread(target=choose, args=(number,)) for number in range(3)]
         for one in choosing:
             one.start()
         for one in choosing:
             one.join(patience(60))
         assert sorted(network.peers.info["stage"] for network in networks) == [0, 1, 2]
-    finally:
-        for network in networks:
-            network.close()
 
 
 @pytest.mark.slow
 def test_one_that_hears_late_of_a_choice_thinks_again_though_its_rank_is_the_lower(tmp_path: Path) -> None:
     """The other one knew of nobody when it chose, and has begun to serve."""
-    port, stages = free_port(), 2
-    write_ticket(tmp_path / "run.ticket", tmp_path / "0.key", "127.0.0.1", port)
-    networks = [join_network(tmp_path, number, "127.0.0.1", port, patience(20)) for number in range(stages)]
-    try:
-        until(lambda: all(one.peers.members.proven() for one in networks))
-        for network in networks:
-            network.peers.info.update(trains=False, stage=stages, shapes="alike")
+    with newcomers(tmp_path, 2) as networks:
         lower, higher = sorted(networks, key=lambda one: one.rank)
-        seats.take_stage(higher, [*range(stages)], stages, tmp_path)
+        seats.take_stage(higher, [0, 1], 2, tmp_path)
         assert higher.peers.info["stage"] == 0
-        lower.peers.members.by_rank[higher.rank].stage = stages  # what it said has not come yet
-        seats.take_stage(lower, [*range(stages)], stages, tmp_path)
+        lower.peers.members.by_rank[higher.rank].stage = 2  # what it said has not come yet
+        seats.take_stage(lower, [0, 1], 2, tmp_path)
         assert lower.peers.info["stage"] == 1
-    finally:
-        for network in networks:
-            network.close()
 
 
 def test_the_bottleneck_is_the_stage_whose_peers_can_do_least_and_an_empty_one_before_all() -> None:
