@@ -32,6 +32,10 @@ class Seats:
         self.open.append(FolderNetwork(presence, patience(10)))
         return self.open[-1]
 
+    def by_rank(self, *names: str) -> list[str]:
+        """Names in the order of the ranks that members of them have."""
+        return sorted(names, key=lambda name: Identity(self._keys / f"{name}.key").rank)
+
     def look(self) -> None:
         """All hear of all."""
         for network in self.open:

@@ -76,10 +76,12 @@ def test_one_that_has_gone_leaves_its_state_until_the_next_has_kept_a_later_one(
 
 
 def test_one_that_keeps_the_state_no_more_takes_back_its_own(run: Seats) -> None:
-    second, third = sorted((run.sit(f"peer {number}") for number in range(2)), key=lambda one: one.rank)
+    smallest, *others = run.by_rank("one", "other", "another")
+    second, third = map(run.sit, others)
     run.look()
     saves(second, 10)
-    first = one_with_a_smaller_rank(run, second.rank)
+    first = run.sit(smallest)
+    run.look()
     second.peers._tidy(second.peers.look(time.monotonic()))
     assert kept(run) == {(second.rank, 10): 2}, "nobody else has kept one"
     saves(first, 10)
@@ -112,18 +114,12 @@ def gives(network: FolderNetwork, step: int, value: float) -> None:
     states._write(*described(SharedState(state, {"step": step, "history": "h"}), False), [states.kept.whole])
 
 
-def one_with_a_smaller_rank(run: Seats, than: int) -> FolderNetwork:
-    names = (f"late {number}" for number in range(99))
-    while (first := run.sit(next(names))).rank > than:
-        run.leave(first)
-    run.look()
-    return first
-
-
 def test_one_that_keeps_a_state_of_a_step_that_cannot_be_has_no_other_removed(run: Seats) -> None:
-    honest, other = run.sit("honest"), run.sit("other")
+    smaller, larger = run.by_rank("one", "other")
+    honest, other = run.sit(larger), run.sit("another")
     saves(honest, 50)
-    liar = one_with_a_smaller_rank(run, honest.rank)
+    liar = run.sit(smaller)
+    run.look()
     gives(liar, 10**9, 1.0)
     for network in (honest, other):
         network.peers._tidy(network.peers.look(time.monotonic()))
