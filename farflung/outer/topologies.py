@@ -64,11 +64,16 @@ class RandomGroups:
         """The groups of this round's permutation."""
         everyone = range(last + 1) if (last := max(members, default=COUNTED)) < COUNTED else members
         # A string seeds Python's generator alike on every machine and version.
-        order, there = random.Random(f"{self.seed} {round}").sample(everyone, len(everyone)), {*members}
-        drawn = [[rank for rank in group if rank in there] for group in self._cut(order)]
-        alone = [rank for group in drawn if len(group) == 1 for rank in group]
-        found = [*(group for group in drawn if len(group) > 1), *self._cut(alone)]
-        return [tuple(sorted(group)) for group in found if len(group) > 1]
+        groups = self._cut(random.Random(f"{self.seed} {round}").sample(everyone, len(everyone)))
+        if len(members) < len(everyone):
+            groups = self._without_the_lost(groups, {*members})
+        return [tuple(sorted(group)) for group in groups if len(group) > 1]
+
+    def _without_the_lost(self, groups: list[list[int]], there: set[int]) -> list[list[int]]:
+        """What is left of groups; those who are left alone are put together."""
+        left = [[rank for rank in group if rank in there] for group in groups]
+        alone = [group[0] for group in left if len(group) == 1]
+        return [*(group for group in left if len(group) > 1), *self._cut(alone)]
 
     def _cut(self, order: list[int]) -> list[list[int]]:
         return [order[begin : begin + self.size] for begin in range(0, len(order), self.size)]
