@@ -313,13 +313,15 @@ def believed(reports: dict[int, Report]) -> dict[int, Report]:
 
     Else one of them alone could end a run, or have leaders count beyond all bounds.
     """
-    versions = sorted(report.version for report in reports.values())
-    terms = sorted(report.term[0] for report in reports.values())
-    few = (len(reports) - 1) // 3  # so many alone are not believed
-    if not few:
-        return reports
-    version, term = versions[-1 - few] + 1, terms[-1 - few] + LONGEST_REIGN
+    version = most_believed(report.version for report in reports.values()) + 1
+    term = most_believed(report.term[0] for report in reports.values()) + LONGEST_REIGN
     return {peer: one for peer, one in reports.items() if one.version <= version and one.term[0] <= term}
+
+
+def most_believed(told: Iterable[float]) -> float:
+    """The most that peers say, but for what fewer than a third of them say alone."""
+    found = sorted(told)
+    return found[-1 - (len(found) - 1) // 3]
 
 
 def _missing(reports: Iterable[Report], microbatches: list[Microbatch], stages: int) -> Missing:

@@ -30,6 +30,7 @@ from farflung.networks.peers.frames import (
     write_payload,
 )
 from farflung.networks.peers.member import Member
+from farflung.swarm.leading import most_believed
 from farflung.swarm.letters import LostError, Microbatch, ledger_of
 from farflung.swarm.signs import heard, works
 from farflung.swarm.synchronous import Counts, Report, Synchronous, Term
@@ -162,7 +163,7 @@ class Questions:
         return {}, b""
 
     async def _check_reached(self, version: int, leader: int) -> None:
-        """Believes a leader as leaders do others: see `believed`. Who has not stepped yet may have reached anything.
+        """Believes a leader as leaders do others. Who has not stepped yet may have reached anything.
 
         Else one of many could end a run that has hardly begun. Raises RequestRefusedError.
         """
@@ -170,8 +171,7 @@ class Questions:
         others = [one for one in standing if "serves" in one.facts and one.rank != leader]
         answers = await asyncio.gather(*(self.peers.handshake(one.peer) for one in others), return_exceptions=True)
         told = [one.step if one.rate else math.inf for one in answers if isinstance(one, Member)]
-        reached = sorted([version, self.own.work.version, *told])
-        if version > reached[-1 - (len(reached) - 1) // 3] + 1:
+        if version > most_believed([version, self.own.work.version, *told]) + 1:
             raise RequestRefusedError("hardly anybody has reached the step that it is to catch up with")
 
     async def _state(self, frame: Frame) -> tuple[Frame, bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
+from farflung.networks.board import connected_anew
 from farflung.training.terminal import abandoned
 
 POLL_SECONDS = 1.0
@@ -48,7 +49,7 @@ class Stop:
     """
 
     def __init__(self, store: Store, everyone: Iterable[int], mine: Iterable[int]) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store = connected_anew(store)
         self._everyone = list(everyone)
         self._steps = dict.fromkeys(mine, 0)
         self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be put to out of a signal handler

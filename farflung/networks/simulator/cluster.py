@@ -245,11 +245,14 @@ class SimulatedCluster:
                     continue  # its group is one replica and one observer, whoever the members are
                 # Whoever comes to another group, since it knows other members, is lost to this one when it comes there.
                 dead = {rank: DIED for rank in collective.group if rank in self._dead}
-                if dead or len({self._side.get(rank, ()) for rank in collective.group}) > 1:
+                if dead or self._divided(collective.group):
                     self._give_up_on(collective, collective.missing(), dead)
 
+    def _divided(self, group: Group) -> bool:
+        """Whether a cut goes through a group."""
+        return bool(self._side) and len({self._side.get(rank, ()) for rank in group}) > 1
+
     def _hold_between_sides(self, collective: SimulatedCollective) -> None:
-        separated = bool(self._side) and len({self._side.get(rank, ()) for rank in collective.group}) > 1
-        limit = 0.0 if separated else collective.limit
+        limit = 0.0 if self._divided(collective.group) else collective.limit
         if collective.flow and collective.flow.limit != limit:
             self.fabric.links.set_limit(collective.flow, limit)
