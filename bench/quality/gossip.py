@@ -2,8 +2,8 @@
 NoLoCo, GASLoC, factored gossip and DiLoCo in pairs, beside DiLoCo among all, the yardstick: Muon inside, learning
 rates that one search with one budget has found at 8 replicas. Then the same with more replicas, with data that are
 unlike (each replica has always the same part), with links of which some are much slower, and where one or two replicas
-are cut off for as long as a round's steps take, others in each round. Hours are simulated. Takes about two hours on
-two cores with three seeds; what is made is kept, so that it can be stopped and goes on.
+miss each round, others each time. Hours are simulated. Takes about two hours on two cores with three seeds; what is
+made is kept, so that it can be stopped and goes on.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ CASES: dict[str, Settings] = {
     "32": {"replicas": 32},
     "16, unlike data": {"replicas": 16, "shares": "apart"},
     "16, uneven links": {"replicas": 16, "uneven": 1.0},
-    "16, 1 cut off": {"replicas": 16, "lost": 1},
-    "16, 2 cut off": {"replicas": 16, "lost": 2},
+    "16, 1 missing": {"replicas": 16, "missing": 1},
+    "16, 2 missing": {"replicas": 16, "missing": 2},
 }
-"""What is asked of each; uneven: the deviation of the links' rates, by factors of e; lost: cut off at a time."""
-STEP_S, MBPS, LATENCY_MS = 0.1, 5, 20
-"""Of a step, and of a link, over which a pair's round takes 0.9 s and one of eight 1.5 s."""
-CUT_S, CUT_EVERY_S = 1.0, 2.0
-"""How long one is cut off, and the time from one cut to the next: about a round with its steps."""
+"""What is asked of each; uneven: the deviation of the links' rates, by factors of e; missing: in each round."""
+STEP_S = 0.1
+SLOW = 5.0, 20.0
+"""Mbit/s and ms of a link, over which a pair's round takes 0.9 s and one of eight 1.5 s."""
+FAST = 100_000.0, 0.01
+"""Of one where somebody misses each round: exchanges take no time, so that who misses one is not ahead of others."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,28 @@ class Options:
     """What is trained."""
 
 
-SMOKE = Options(steps=4, every=2, seeds=(0,), budget=1, methods=("noloco",), cases=("8", "16, 1 cut off"))
+SMOKE = Options(steps=4, every=2, seeds=(0,), budget=1, methods=("noloco",), cases=("8", "16, 1 missing"))
 
 
 def made(settings: Settings, seed: int) -> Result:
     """One run under its conditions."""
     given = dict(settings)
-    lost, uneven = given.pop("lost", 0), given.pop("uneven", 0.0)
+    missing, uneven = given.pop("missing", 0), given.pop("uneven", 0.0)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "conditions.toml"
-        path.write_text(conditions(given, seed, lost, uneven))
+        path.write_text(conditions(given, seed, missing, uneven))
         return outcome(given | {"conditions": str(path), "deadline": 5.0}, seed)
 
 
-def conditions(settings: Settings, seed: int, lost: int, uneven: float) -> str:
-    """Links, and who is cut off, others each time, for all of the time that methods take but for their last rounds."""
-    draw, until_s = random.Random(seed), 1.75 * settings["steps"] * STEP_S
-    table = f"step_ms = {1000 * STEP_S}\nbandwidth_mbps = {MBPS}\nlatency_ms = {LATENCY_MS}\n"
+def conditions(settings: Settings, seed: int, missing: int, uneven: float) -> str:
+    """Links; and who is cut off from amid the steps before a round until amid those after it, but for the last one."""
+    draw, (mbps, latency_ms) = random.Random(seed), FAST if missing else SLOW
+    table = f"step_ms = {1000 * STEP_S}\nbandwidth_mbps = {mbps}\nlatency_ms = {latency_ms}\n"
     table += f"bandwidth_sigma = {uneven}\nseed = {seed}\n"
-    for number in range(round(until_s / CUT_EVERY_S) if lost else 0):
-        gone, began = draw.sample(range(settings["replicas"]), lost), number * CUT_EVERY_S
-        table += f"[[cuts]]\nreplicas = {gone}\nfrom_s = {began}\nuntil_s = {began + CUT_S}\n"
+    for number in range(settings["steps"] // settings["every"] - 1 if missing else 0):
+        from_s, until_s = (settings["every"] * STEP_S * (number + amid) for amid in (0.5, 1.5))
+        for gone in draw.sample(range(settings["replicas"]), missing):
+            table += f"[[cuts]]\nreplicas = [{gone}]\nfrom_s = {from_s}\nuntil_s = {until_s}\n"
     return table
 
 
@@ -122,8 +124,9 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 
     yardstick, first = found.get(options.methods[-1], {}), options.cases[0]
     columns = [case for case in options.cases if yardstick.get(case)]
+    of_slow = [case for case in columns if "missing" not in CASES[case]]
 
-    def table(title: str, cell: Callable[[list[Result], list[Result]], str]) -> Table:
+    def table(title: str, cell: Callable[[list[Result], list[Result]], str], columns: list[str] = columns) -> Table:
         rows = [
             (name, *(cell(found[name][case], yardstick[case]) if found[name][case] else "" for case in columns))
             for name in names
@@ -139,7 +142,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         "gossip": [table(f"loss after {options.steps} steps (beside {options.methods[-1]})", loss("validation_loss"))],
         "gossip averaged": [table("loss of the mean of all replicas' weights", loss("validation_loss_averaged"))],
         "gossip apart": [table("how far apart replicas end", mean_of("weight_spread", 1, 4))],
-        "gossip hours": [table("simulated hours", mean_of("seconds", 3600, 4))],
+        "gossip hours": [table("simulated hours", mean_of("seconds", 3600, 4), of_slow)],
         "gossip sent": [Table(dict.fromkeys(("", "MB a replica", "tuned to"), ""), sent)],
     }
 
