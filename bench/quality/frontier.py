@@ -205,9 +205,13 @@ def scatter(axes: Any, rows: Sequence[Row], cost: dict[str, float]) -> None:
 
 
 def draw_bytes(store: Store, path: Path) -> None:
+    draw_rows(rows_of(store, Options()), path)
+
+
+def draw_rows(rows: Sequence[Row], path: Path) -> None:
+    """Loss against bytes as a picture."""
     from bench.lib.plots import plt, save
 
-    rows = rows_of(store, Options())
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     scatter(axes, rows, {row.name: row.megabytes for row in rows})
     axes.set_xscale("log")

@@ -222,12 +222,12 @@ def by_rhythm(store: Store, options: Options) -> Table:
     return Table(dict.fromkeys(("steps between means", "loss", "to ddp", "fewer bytes"), ""), lines)
 
 
-def law(way: str, points: Sequence[tuple[int, float]]) -> tuple[str, ...] | None:
-    """The power law through a way's gaps in per cent, by least squares of logarithms, and where it reaches 1 %."""
+def law(way: str, points: Sequence[tuple[int, float]], sought: float = 1.0) -> tuple[str, ...] | None:
+    """The power law through a way's gaps in per cent, by least squares of logarithms, and where it is as sought."""
     positive = [(steps, gap) for steps, gap in points if gap > 0]
     if len(positive) < 2:
         return None
     steps, values = zip(*positive, strict=True)
     slope, start = np.polyfit(np.log(steps), np.log(values), 1)
-    reached = f"{math.exp(-start / slope):,.0f}" if slope < 0 else "never"
+    reached = f"{math.exp((math.log(sought) - start) / slope):,.0f}" if slope < 0 else "never"
     return way, f"{math.exp(start):.3g} · steps^{slope:.2f}", reached
