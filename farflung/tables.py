@@ -70,6 +70,11 @@ def setting(
     return limited(default, Rule(least, most, above, below, may_differ, formerly))
 
 
+def required(*, least: float, most: float) -> Any:
+    """A `Checked` dataclass's field that has no default, and its limits."""
+    return dataclasses.field(metadata={"rule": Rule(least, most)})
+
+
 def limited(default: T, rule: Rule) -> T:
     """A `Checked` dataclass's field, with a rule that others go by, too."""
     return dataclasses.field(default=default, metadata={"rule": rule})

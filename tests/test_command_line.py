@@ -56,6 +56,10 @@ QUICK = [
         (["train", "--steps", 3, "a.toml"], ["a.toml comes too late", "one config file, before all flags"]),
         (["join", "--first"], ["farflung: join needs TICKET; see: farflung join --help"]),
         (["plan"], ["farflung: plan needs --model and --machines and --tokens; see: farflung plan --help"]),
+        (
+            ["recommend", "--link", "1gbps"],
+            ["farflung: recommend needs --params and --step-ms; see: farflung recommend --help"],
+        ),
         (["train", "--learning-rate", 1], ["train has no --learning-rate; did you mean --lr? see: farflung train"]),
         (["train", "--epochs=3"], ["train has no --epochs; did you mean --steps? see: farflung train --help"]),
         (["report", "--epochs", 3], ["report has no --epochs; see: farflung report --help"]),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from farflung.errors import UserError
 from farflung.lazy import Later
 from farflung.networks.simulator.conditions import SMALLEST
-from farflung.tables import Checked, setting
+from farflung.tables import Checked, required, setting
 from farflung.workloads.settings import LanguageSettings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PlanOptions(Checked):
     """A preset (micro, tiny, small, llama-125m, llama-1.3b, llama-6.8b), or anything that AutoConfig loads."""
     machines: Path
     """A TOML file of machines and links (docs: Plan before paying)."""
-    tokens: float
+    tokens: float = required(least=1, most=1e18)
     """Tokens to train on, such as 100e9."""
     tokenizer: str | None = None
     """bytes, or anything that AutoTokenizer loads; a preset has as many embeddings as it has tokens."""
@@ -65,8 +65,6 @@ class PlanOptions(Checked):
     def __post_init__(self) -> None:
         """Refuses impossible values. Raises UserError."""
         super().__post_init__()
-        if not 1 <= self.tokens <= 1e18:
-            raise UserError(f"tokens is {self.tokens}; it must be at least 1 and at most 1e+18")
         _ = self.everys, boundaries.boundary_named(self.boundary)  # their own checks
 
     @property
@@ -131,9 +129,9 @@ class RecommendOptions(Checked):
 
     link: str
     """Bandwidth of each replica's link, such as 100mbps, 1gbps or 20mbps."""
-    params: float = setting(0.0, least=1, most=1e12)
+    params: float = required(least=1, most=1e12)
     """Parameters of the model, such as 1e9."""
-    step_ms: float = setting(0.0, least=SMALLEST, most=1e12)
+    step_ms: float = required(least=SMALLEST, most=1e12)
     """How long an inner step computes, milliseconds."""
     replicas: int = setting(8, least=2, most=10_000)
     """Copies of the model."""
