@@ -245,6 +245,46 @@ def test_after_a_cut_has_healed_anchors_are_equal_again(name: str) -> None:
         assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
 
 
+def of_slow_links(until_s: float) -> Conditions:
+    """Steps of a second in ten, exchanges of about one, and replica 3 cut off: it trains on, and waits for nobody."""
+    megabits = 8 * flat(small_model()).nbytes / 1e6
+    return Conditions(step_ms=100, latency_ms=0, bandwidth_mbps=megabits, cuts=(Cut((3,), 0.5, until_s),))
+
+
+def waited(rounds: list[Round]) -> list[float]:
+    return [round.landed - round.waited_from for round in rounds]
+
+
+@pytest.mark.parametrize("method", [methods.diloco, methods.noloco], ids=["diloco", "noloco"])
+def test_one_that_is_ahead_after_a_cut_is_waited_for_by_nobody(method: Callable[..., Method]) -> None:
+    def work(network: SimulatedNetwork) -> tuple[Tensor, list[Round]]:
+        _, rounds, outer = trained(network, method(every=10), 300, lambda *_: None)
+        return torch.cat(outer.anchors), rounds
+
+    seen = Simulation(4, of_slow_links(until_s=12.0)).run(work)
+    ahead = {round.round for round in seen[3][1] if round.group in ((3,), ())}
+    assert len(ahead) > 4
+    for rank, (_, rounds) in enumerate(seen):
+        assert {round.outcome for round in rounds[-10:]} == {"averaged"}
+        assert max(waited(rounds)) < (40 if rank == 3 else 10)
+    anchors = [anchor for anchor, _ in seen]
+    if method is methods.diloco:
+        assert all(round.outcome == "averaged" for _, rounds in seen for round in rounds)
+        assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+
+
+def test_one_that_has_ended_while_it_was_cut_off_is_not_missed() -> None:
+    def work(network: SimulatedNetwork) -> list[Round]:
+        _, rounds, _ = trained(network, methods.diloco(every=10), 200, lambda *_: None)
+        return rounds
+
+    *others, alone = Simulation(4, of_slow_links(until_s=25.0)).run(work)
+    assert alone[-1].landed < 25
+    for rounds in others:
+        assert len(rounds) == 20 and rounds[-1].landed > 35
+        assert {round.outcome for round in rounds} == {"averaged"} and rounds[-1].group == (0, 1, 2)
+
+
 @pytest.mark.parametrize("name", ["diloco", "int8", "dilocox", "eager"])
 def test_one_that_was_late_by_several_deadlines_catches_up(name: str) -> None:
     """It must not wait for those who gave its rounds up, or it would stay as late as it is."""

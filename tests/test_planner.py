@@ -182,6 +182,18 @@ def test_the_sides_of_a_cut_go_on_by_themselves_and_together_when_it_has_healed(
     assert sum(times.failed for times in timing.rounds) == 0
 
 
+def test_nobody_waits_for_one_that_a_cut_has_left_ahead_but_it_for_the_others() -> None:
+    cut = Conditions(bandwidth_mbps=8, latency_ms=0, step_ms=100, cuts=(Cut((3,), 3.4, 14.1),))
+    together = Timer(methods.diloco(every=10), MEGABYTE, cut, 4, 20, 120).run()
+    whole, thirds = 1 + 2 * 3 / 4, 1 + 2 * 2 / 3  # ten steps, and all but each one's own part, twice
+    ends = [times.landed for times in together.rounds]
+    # Replica 3 is alone from the second round to the one that it begins 12 s after the first, its thirteenth.
+    assert ends == pytest.approx([whole, *(whole + n * thirds for n in range(1, 12)), *ends[12:]])
+    assert ends[12:] == pytest.approx([ends[11] + n * whole for n in range(1, 9)])
+    in_pairs = Timer(methods.noloco(every=10), MEGABYTE, cut, 4, 20, 120).run()
+    assert in_pairs.seconds < 60 and all(times.failed == 0 for times in in_pairs.rounds[-10:])
+
+
 def test_rounds_come_when_the_schedule_says() -> None:
     rounds = Rounds[float, None]([Schedule(4, 2, 1)] * 2, [Size(0.5), Size(0.5)])
     seen: list[tuple[int, str, int, int]] = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from farflung.errors import UserError
-from farflung.networks.board import Board
+from farflung.networks.board import Words
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -178,7 +178,7 @@ class Network(Protocol):
     def islands(self) -> IslandNetwork | None: ...  # noqa: D102
 
     @property
-    def board(self) -> Board | None: ...  # noqa: D102
+    def board(self) -> Words | None: ...  # noqa: D102
 
     @property
     def near(self) -> Network | None: ...  # noqa: D102

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -25,6 +25,17 @@ def connected_anew(store: Store) -> Store:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except RuntimeError:
         return store
+
+
+class Words(Protocol):
+    """Where a network's replicas leave each other words."""
+
+    def leave(self, topic: str, word: Any) -> None:
+        """Leaves a word, which JSON can hold, in place of the last one."""
+
+    def words(self, topic: str, seconds: float = 0.0) -> dict[int, Any]:
+        """What replicas have left, by their ranks, as far as is known within so many seconds."""
+        ...
 
 
 class Board:

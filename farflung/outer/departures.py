@@ -1,9 +1,13 @@
-"""Who has ended its rounds while others go on, as with less data than these have: nobody waits for it."""
+"""Who comes to a round no more: it has ended its rounds while others go on, or held this one apart from them.
+
+Nobody waits for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from farflung.networks import Group, Network, PeerLostError
 from farflung.networks.transfer import GONE
@@ -14,8 +18,15 @@ LAST_LOOK_SECONDS = 5.0
 """So long a lost round waits for the words, so that all of its members know the same."""
 
 
+class Word(NamedTuple):
+    """What a replica says, for each fragment: the first round that it can still come to, and the first it cannot."""
+
+    begins: Sequence[int]
+    ends: Sequence[int] | None
+
+
 class Departures:
-    """The replicas that have left a session's rounds, and the first round of each fragment that each has left out.
+    """The replicas that have left a session's rounds, and those that are ahead since they could not reach all others.
 
     Args:
         network: of the replicas; where they cannot leave each other words, all are waited for.
@@ -25,20 +36,32 @@ class Departures:
     def __init__(self, network: Network, topic: str) -> None:
         self._network = network
         self._topic = f"rounds of {topic}"
-        self._next: dict[int, list[int]] = {}
+        self._everyone = network.members()
+        self._apart = len(self._everyone) == 1
+        self._begins: list[int] = []
+        self._words: dict[int, Word] = {}
+
+    def passes(self, fragment: int, round: int) -> None:
+        """Says that this replica has ended a round, if it cannot reach all others, or could not before."""
+        if (board := self._network.board) and self._is_apart():
+            self._begins += [0] * (fragment + 1 - len(self._begins))
+            self._begins[fragment] = round + 1
+            board.leave(self._topic, Word(self._begins, None))
 
     def leave(self, next_rounds: Sequence[int]) -> None:
         """Says that this replica takes no part from these rounds on, of each fragment."""
         if self._network.board:
-            self._network.board.leave(self._topic, next_rounds)
+            self._network.board.leave(self._topic, Word(self._begins, next_rounds))
 
     def without(self, members: Group, fragment: int, round: int) -> Group:
-        """The members but for those that have missed an earlier round, of which all others have learnt in that."""
-        return tuple(rank for rank in members if rank not in self._next or self._next[rank][fragment] >= round)
+        """The members but for those of whom all others have learnt that they do not come."""
+        away = self._left(members, fragment, round - 1) + self._ahead(members, fragment, round)
+        return tuple(rank for rank in members if rank not in away)
 
-    def gone(self, group: Group, fragment: int, round: int) -> Group:
-        """The members of a group that are known to have left before a round."""
-        return tuple(rank for rank in group if rank in self._next and self._next[rank][fragment] <= round)
+    def check(self, group: Group, fragment: int, round: int) -> None:
+        """Raises PeerLostError for members of a group that are known not to come to a round."""
+        if fates := self._fates(group, fragment, round):
+            raise PeerLostError(sorted(fates), described(fates))
 
     @contextmanager
     def watched(self, group: Group, fragment: int, round: int) -> Iterator[None]:
@@ -56,21 +79,46 @@ class Departures:
             nonlocal look_at
             if now() >= look_at:
                 look_at = now() + LOOK_SECONDS
-                self._next |= board.words(self._topic)
-            return bool(self.gone(group, fragment, round))
+                self._look()
+            return bool(self._left(group, fragment, round))
 
         token = GONE.set(gone)
         try:
             yield
         except PeerLostError as lost:
-            self._next |= board.words(self._topic, LAST_LOOK_SECONDS)
-            if left := self.gone(group, fragment, round):
-                raise PeerLostError(left, has_left(left), lost.delivered) from lost
+            self._look(LAST_LOOK_SECONDS)
+            if fates := self._fates(group, fragment, round):
+                raise PeerLostError(sorted(fates), described(fates), lost.delivered) from lost
             raise
         finally:
             GONE.reset(token)
 
+    def _look(self, seconds: float = 0.0) -> None:
+        if board := self._network.board:
+            self._words |= {rank: Word(*word) for rank, word in board.words(self._topic, seconds).items()}
 
-def has_left(ranks: Group) -> str:
-    """Says that replicas have ended their rounds."""
-    return f"replica {', '.join(map(str, ranks))} has ended its rounds"
+    def _is_apart(self) -> bool:
+        self._apart = self._apart or self._network.members() != self._everyone
+        return self._apart
+
+    def _left(self, group: Group, fragment: int, round: int) -> Group:
+        """Those who have ended their rounds before one."""
+        ends = {rank: word.ends for rank, word in self._words.items() if word.ends is not None}
+        return tuple(rank for rank in group if rank in ends and ends[rank][fragment] <= round)
+
+    def _ahead(self, group: Group, fragment: int, round: int) -> Group:
+        """Those who have held a round without others."""
+        if self._is_apart():
+            self._look()
+        begins = {rank: word.begins for rank, word in self._words.items() if len(word.begins) > fragment}
+        return tuple(rank for rank in group if rank in begins and begins[rank][fragment] > round)
+
+    def _fates(self, group: Group, fragment: int, round: int) -> dict[int, str]:
+        ahead = dict.fromkeys(self._ahead(group, fragment, round), "has held this round apart")
+        return ahead | dict.fromkeys(self._left(group, fragment, round), "has ended its rounds")
+
+
+def described(fates: dict[int, str]) -> str:
+    """Who does not come, and why."""
+    by_fate = {fate: [str(rank) for rank in sorted(fates) if fates[rank] == fate] for fate in fates.values()}
+    return "; ".join(f"replica {', '.join(ranks)} {fate}" for fate, ranks in by_fate.items())

@@ -31,7 +31,6 @@ from farflung.outer.beside import SideStream
 from farflung.outer.clock import Clock
 from farflung.outer.columns import Column, Message
 from farflung.outer.companions.base import Alongs
-from farflung.outer.departures import has_left
 from farflung.outer.exchange import Compared, Exchange, facts_of, start_columns, started, weighed
 from farflung.outer.fragments import Weights
 from farflung.outer.fusing import radial_of
@@ -192,9 +191,8 @@ class OuterLoop(Session):
         return started(start, message, self.side if sync.delay_steps else None, self.network, began)
 
     def _weighed(self, sync: Sync[Tensor], fault: str, meetings: list[Meeting], group: Group) -> list[Meeting]:
-        """The meetings of a round, with messages' weights. Raises PeerLostError, also for members that have left."""
-        if gone := self.departures.gone(group, sync.index, sync.rounds):
-            raise PeerLostError(gone, has_left(gone))
+        """The meetings of a round, with messages' weights. Raises PeerLostError, also for members that do not come."""
+        self.departures.check(group, sync.index, sync.rounds)
         if self._options["weighting"] != "steps":
             return meetings
         with self.departures.watched(group, sync.index, sync.rounds):
@@ -233,6 +231,7 @@ class OuterLoop(Session):
             sync.lost = True
             raise
         sync.ended(pending, bool(result.group), result.outcome == Outcome.PEER_LOST)
+        self.departures.passes(pending.fragment, pending.round)
         self._along.after(sync, self._weights[sync.index], pending.round, result)
         self.report(
             Round(

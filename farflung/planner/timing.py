@@ -140,6 +140,8 @@ class Timer:
         self._result = Timing()
         self._times: dict[tuple[int, int], RoundTimes] = {}
         self._steps: list[int] = []
+        # Where there are cuts: the first round of each fragment that each replica can still come to.
+        self._begins: dict[int, dict[int, int]] = {}
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
@@ -212,6 +214,8 @@ class Timer:
                         yield due.exchange
                     hidden[due.fragment] = yield from self._average_besides(rank, due)
                     self._note(due, began)
+                    if self.conditions.cuts:
+                        self._begins.setdefault(due.fragment, {})[rank] = due.round + 1
                     if self.work:
                         yield self.work
                     continue
@@ -249,7 +253,10 @@ class Timer:
         if times is None:
             times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
         times.started = min(times.started, self._cluster.clock.now)
-        group = self._group(rank, label, self.method.topology)
+        ahead = self._ahead(sync.index, sync.rounds)
+        group = self._group(rank, label, self.method.topology, ahead)
+        if ahead.intersection(group):
+            group, times.failed = (rank,), times.failed + 1
         offer = sync.offer(str, len(group))
         share, traffic = offer.message, self._traffic_per_hop
         collective = self._join(rank, group, label, traffic, lambda members: self.message_bytes(members) * share)
@@ -262,7 +269,7 @@ class Timer:
         under_way, hidden = list[SimulatedCollective](), list[SimulatedCollective]()
         for number, added in enumerate(self.besides):
             label = f"besides {number} of round {landed.round} of fragment {landed.fragment}"
-            group = self._group(rank, label, added.topology)
+            group = self._group(rank, label, added.topology, self._ahead(landed.fragment, landed.round))
             if collective := self._join(rank, group, label, self._dense_traffic, partial(self._bytes_besides, added)):
                 (hidden if added.hidden else under_way).append(collective)
         yield from _unsettled(under_way)
@@ -280,8 +287,14 @@ class Timer:
         times.replicas += 1
         self._result.blocked += now - began
 
-    def _group(self, rank: int, key: str, topology: Topology) -> Group:
+    def _ahead(self, fragment: int, round: int) -> set[int]:
+        """Those who have held a round without others, from whom they were cut off; see outer.departures."""
+        return {rank for rank, begins in self._begins.get(fragment, {}).items() if begins > round}
+
+    def _group(self, rank: int, key: str, topology: Topology, ahead: set[int]) -> Group:
         members = self._cluster.members(rank)
+        if ahead and topology.identical:
+            members = tuple(one for one in members if one not in ahead)
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
             chosen = topology.groups(members, key)

@@ -30,6 +30,7 @@ from farflung.networks.base import (
     mean_in_order,
 )
 from farflung.networks.peers.circles import passes
+from farflung.networks.simulator.board import SimulatedBoard
 from farflung.networks.simulator.cluster import Hops, SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
@@ -56,6 +57,7 @@ class Simulation:
         self.conditions = conditions or Conditions()
         self.cluster = SimulatedCluster(replicas, self.conditions, observers)
         self.cluster.when_dead = self._stop
+        self.topics: dict[str, dict[int, Any]] = {}
         self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas + observers)]
         self._ready: deque[SimulatedNetwork] = deque()
         self._met: list[_Visit] = []
@@ -198,7 +200,7 @@ class SimulatedNetwork:
     """One simulated replica's seat. Made by `Simulation`, or alone by `alone()`."""
 
     relay, computed = Formerly("scatter_combine_gather"), Formerly("advance")
-    elastic = islands = near = board = None
+    elastic = islands = near = None
     processes: tuple[int, ...] = ()
     worth_a_packet = 0
 
@@ -207,6 +209,7 @@ class SimulatedNetwork:
         self.rank = rank
         self.traffic = Traffic()
         self.baton = _Baton()
+        self.board = SimulatedBoard(simulation.topics, rank)
         self._cluster = simulation.cluster
         self._step_times = StepTimes(simulation.conditions, rank)
         self.timed: TimedNetwork = self
