@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import socket
@@ -52,18 +53,40 @@ def files_below(folder: Path) -> Iterator[Path]:
     Raises UserError for a folder that cannot be read, and for a link to nothing: it would be left out, and nobody
     would see it.
     """
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # a folder that is not there holds no files
-            raise error
-
     try:
-        for where, folders, names in os.walk(folder, onerror=refuse):
+        for where, folders, names in os.walk(folder, onerror=_refuse):
             folders[:] = [name for name in folders if not written_by_farflung(Path(where, name))]
             yield from (path for name in names if is_data(path := Path(where, name)))
     except OSError as error:
-        remedy = "let this user read it, or give data that is without it"
-        raise UserError(f"data {folder}: {error.filename}: {error.strerror}; {remedy}") from error
+        raise _closed(str(folder), error) from error
+
+
+def files_named(pattern: str) -> Iterator[Path]:
+    """What a glob names, files and folders; Python's leaves out, without a word, what is in folders it cannot read.
+
+    Raises UserError for these.
+    """
+    parts = Path(pattern).parts
+    searched = next((number for number, part in enumerate(parts) if part == "**"), len(parts))
+    try:
+        for number, part in enumerate(parts[: searched + 1]):
+            for folder in glob.iglob(str(Path(*parts[:number]))) if glob.has_magic(part) else ():
+                for _ in os.walk(folder, onerror=_refuse):
+                    if number < searched:
+                        break
+    except OSError as error:
+        raise _closed(pattern, error) from error
+    yield from map(Path, glob.iglob(pattern, recursive=True))
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # what is no folder holds no files
+        raise error
+
+
+def _closed(data: str, error: OSError) -> UserError:
+    remedy = "let this user read it, or give data that is without it"
+    return UserError(f"data {data}: {error.filename}: {error.strerror}; {remedy}")
 
 
 def is_data(path: Path) -> bool:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from farflung.errors import UserError
 from farflung.pipeline.division import divisible
 from farflung.workloads import Language, data, models, tokenizers
 from farflung.workloads.chat_store import Chat
+from farflung.workloads.clicks.files import paths_of
 from farflung.workloads.dealing import Deal
 from farflung.workloads.images.folder import Folder
 from farflung.workloads.prepared import make
@@ -477,7 +479,12 @@ def test_a_folder_that_may_not_be_read_is_told_and_not_left_out(
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    for read in (lambda folder: next(documents(str(folder), "text")), lambda folder: Folder(folder, None).form):
+    globs = "**", "**/*.txt", "*/*.txt", "c*/**/*.txt", "closed/*.txt"
+    texts: list[Callable[[Path], Any]] = [
+        lambda folder, glob=one: next(documents(str(folder / glob), "text"))  # type: ignore[misc]
+        for one in ("", *globs)
+    ]
+    for read in (*texts, lambda folder: Folder(folder, None).form, lambda folder: paths_of(str(folder / "**"))):
         with pytest.raises(UserError, match="texts/closed: Permission denied; let this user read it, or give") as told:
             read(tmp_path / "texts")
         assert "\n" not in str(told.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import glob
 import logging
 import os
 import shlex
@@ -17,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from farflung.errors import UserError
-from farflung.files import files_below, is_data, written_by_farflung
+from farflung.files import files_below, files_named, is_data, written_by_farflung
 from farflung.scoped import quiet
 from farflung.workloads import far
 from farflung.workloads.lost import Lost
@@ -210,7 +209,7 @@ def _globbed(pattern: str) -> Iterator[Path]:
     Raises UserError for a link that leads round, which would be followed again and again, or to nothing.
     """
     root = len(Path(pattern.partition("**")[0]).parts)
-    for path in map(Path, glob.iglob(pattern, recursive=True)):
+    for path in files_named(pattern):
         folders = [folder.resolve() for folder in path.parents if "**" in pattern and len(folder.parts) >= root]
         if len({*folders}) < len(folders):
             narrower = "give the folder itself, whose links are not followed, or a narrower glob"

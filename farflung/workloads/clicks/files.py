@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import io
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farflung.errors import UserError, counted, disk_errors, suggestion
+from farflung.files import files_named
 from farflung.workloads.clicks.log import Categories, ClickLog
 from farflung.workloads.clicks.settings import ClicksSettings
 
@@ -26,7 +26,7 @@ BLOCK = 1 << 24
 
 def paths_of(data: str) -> list[Path]:
     """The files of a path or a glob. Raises UserError where there are none."""
-    found = [Path(name) for name in sorted(glob.glob(data, recursive=True))]
+    found = sorted(files_named(data), key=str)
     if not found:
         raise UserError(f"there are no files {data!r}; give synthetic, debian, or a path or glob of click logs")
     if folders := [path for path in found if path.is_dir()]:
