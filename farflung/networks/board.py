@@ -28,7 +28,9 @@ def connected_anew(store: Store) -> Store:
 
 
 class Words(Protocol):
-    """Where a network's replicas leave each other words."""
+    """Where a network's replicas leave each other words; `at_hand` says whether to look for them takes no time."""
+
+    at_hand: bool
 
     def leave(self, topic: str, word: Any) -> None:
         """Leaves a word, which JSON can hold, in place of the last one."""
@@ -47,6 +49,8 @@ class Board:
         processes: the replicas' ranks in the process group, in order.
         process: this one's.
     """
+
+    at_hand = False
 
     def __init__(self, store: Store, processes: Sequence[int], process: int) -> None:
         self._store = store

@@ -19,10 +19,24 @@ LAST_LOOK_SECONDS = 5.0
 
 
 class Word(NamedTuple):
-    """What a replica says, for each fragment: the first round that it can still come to, and the first it cannot."""
+    """What a replica says, for each fragment.
+
+    Args:
+        begins: the first round that it can still come to.
+        groups: with whom it has come to that one; nobody where it has not come yet.
+        ends: the first round that it cannot come to, since it ends.
+    """
 
     begins: Sequence[int]
+    groups: Sequence[Group]
     ends: Sequence[int] | None
+
+    def comes(self, fragment: int, round: int, rank: int) -> bool:
+        """Whether it can still come to a round in which another replica is."""
+        if len(self.begins) <= fragment or self.begins[fragment] < round:
+            return True
+        group = self.groups[fragment]
+        return self.begins[fragment] == round and (rank in group or not group)
 
 
 class Departures:
@@ -39,19 +53,25 @@ class Departures:
         self._everyone = network.members()
         self._apart = len(self._everyone) == 1
         self._begins: list[int] = []
+        self._groups: list[Group] = []
         self._words: dict[int, Word] = {}
 
-    def passes(self, fragment: int, round: int) -> None:
-        """Says that this replica has ended a round, if it cannot reach all others, or could not before."""
+    def comes(self, fragment: int, round: int, group: Group) -> None:
+        """Says with whom this replica comes to a round, if it cannot reach all others, or could not before."""
         if (board := self._network.board) and self._is_apart():
-            self._begins += [0] * (fragment + 1 - len(self._begins))
-            self._begins[fragment] = round + 1
-            board.leave(self._topic, Word(self._begins, None))
+            more = fragment + 1 - len(self._begins)
+            self._begins, self._groups = [*self._begins, *[0] * more], [*self._groups, *[()] * more]
+            self._begins[fragment], self._groups[fragment] = round, group
+            board.leave(self._topic, Word([*self._begins], [*self._groups], None))
+
+    def passes(self, fragment: int, round: int) -> None:
+        """Says that this replica has ended a round, where `comes` speaks of it."""
+        self.comes(fragment, round + 1, ())
 
     def leave(self, next_rounds: Sequence[int]) -> None:
         """Says that this replica takes no part from these rounds on, of each fragment."""
         if self._network.board:
-            self._network.board.leave(self._topic, Word(self._begins, next_rounds))
+            self._network.board.leave(self._topic, Word(self._begins, self._groups, next_rounds))
 
     def without(self, members: Group, fragment: int, round: int) -> Group:
         """The members but for those of whom all others have learnt that they do not come."""
@@ -77,10 +97,10 @@ class Departures:
 
         def gone() -> bool:
             nonlocal look_at
-            if now() >= look_at:
+            if board.at_hand or now() >= look_at:
                 look_at = now() + LOOK_SECONDS
                 self._look()
-            return bool(self._left(group, fragment, round))
+            return bool(self._fates(group, fragment, round))
 
         token = GONE.set(gone)
         try:
@@ -107,11 +127,11 @@ class Departures:
         return tuple(rank for rank in group if rank in ends and ends[rank][fragment] <= round)
 
     def _ahead(self, group: Group, fragment: int, round: int) -> Group:
-        """Those who have held a round without others."""
-        if self._is_apart():
+        """Those who have held a round without this replica, or are holding it."""
+        if self._network.board and self._network.board.at_hand:
             self._look()
-        begins = {rank: word.begins for rank, word in self._words.items() if len(word.begins) > fragment}
-        return tuple(rank for rank in group if rank in begins and begins[rank][fragment] > round)
+        own = self._network.rank
+        return tuple(r for r in group if r in self._words and not self._words[r].comes(fragment, round, own))
 
     def _fates(self, group: Group, fragment: int, round: int) -> dict[int, str]:
         ahead = dict.fromkeys(self._ahead(group, fragment, round), "has held this round apart")

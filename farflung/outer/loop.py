@@ -155,6 +155,7 @@ class OuterLoop(Session):
         if group and not self.network.elastic and averaging.wants_reference():  # elsewhere members are not known yet
             averaging.set_reference(weights.fragment.message(weights.nothing()))
         offer = sync.offer(partial(self._fault, sync), len(group))
+        self.departures.comes(sync.index, sync.rounds, group or (self.network.rank,))
         exchange = self._exchange(sync, offer, group)
         self._rounds.pending.append(sync.start(self.step, group, offer, exchange))
 

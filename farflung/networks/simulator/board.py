@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+
+class Topics:
+    """All words, by topic and rank, and whom a new one wakes who waits for others."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, dict[int, Any]] = {}
+        self.waiting: list[Callable[[], None]] = []
 
 
 class SimulatedBoard:
     """See Words.
 
     Args:
-        topics: the words of all, by topic and rank, which all replicas share.
+        topics: which all replicas share.
         rank: this one's.
     """
 
-    def __init__(self, topics: dict[str, dict[int, Any]], rank: int) -> None:
+    at_hand = True
+
+    def __init__(self, topics: Topics, rank: int) -> None:
         self._topics = topics
         self._rank = rank
 
     def leave(self, topic: str, word: Any) -> None:
         """See Words."""
-        self._topics.setdefault(topic, {})[self._rank] = word
+        self._topics.words.setdefault(topic, {})[self._rank] = word
+        for wake in self._topics.waiting:
+            wake()
 
     def words(self, topic: str, seconds: float = 0.0) -> dict[int, Any]:
         """See Words."""
-        return self._topics.get(topic, {})
+        return self._topics.words.get(topic, {})

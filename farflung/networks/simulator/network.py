@@ -30,7 +30,7 @@ from farflung.networks.base import (
     mean_in_order,
 )
 from farflung.networks.peers.circles import passes
-from farflung.networks.simulator.board import SimulatedBoard
+from farflung.networks.simulator.board import SimulatedBoard, Topics
 from farflung.networks.simulator.cluster import Hops, SimulatedCluster, SimulatedCollective
 from farflung.networks.simulator.conditions import Conditions
 from farflung.networks.simulator.fabric import Demand
@@ -57,7 +57,7 @@ class Simulation:
         self.conditions = conditions or Conditions()
         self.cluster = SimulatedCluster(replicas, self.conditions, observers)
         self.cluster.when_dead = self._stop
-        self.topics: dict[str, dict[int, Any]] = {}
+        self.topics = Topics()
         self.networks = [SimulatedNetwork(self, rank) for rank in range(replicas + observers)]
         self._ready: deque[SimulatedNetwork] = deque()
         self._met: list[_Visit] = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from farflung.networks.base import PeerLostError
 from farflung.networks.simulator.cluster import CUT_OFF, SimulatedCollective, described
+from farflung.networks.transfer import GONE
 
 if TYPE_CHECKING:
     from farflung.networks.simulator.network import SimulatedNetwork
@@ -40,11 +41,16 @@ class SimulatedPending(Generic[T]):
         if not collective.settled:
             wake = partial(network.simulation.make_ready, network)
             deadline = network.simulation.cluster.clock.at(began + timeout, wake)
-            collective.waiting.append(wake)
+            wakers, gone = (collective.waiting, network.simulation.topics.waiting), GONE.get()
+            for waker in wakers:
+                waker.append(wake)
             network.simulation.block(network)
+            while not (collective.settled or network.now() >= began + timeout or (gone and gone())):
+                network.simulation.block(network)  # a word has woken it, which changes nothing
             deadline.cancel()
-            if wake in collective.waiting:
-                collective.waiting.remove(wake)  # or a late end of this one would wake the replica from another wait
+            for waker in wakers:
+                if wake in waker:
+                    waker.remove(wake)  # or a late end of this one would wake the replica from another wait
         network.traffic.seconds_blocked += network.now() - began
         self.finished_at = min(collective.ended_at, network.now())
         if collective.ended_at > network.now():
