@@ -28,9 +28,13 @@ def connected_anew(store: Store) -> Store:
 
 
 class Words(Protocol):
-    """Where a network's replicas leave each other words; `at_hand` says whether to look for them takes no time."""
+    """Where a network's replicas leave each other words.
 
-    at_hand: bool
+    `tells_of_rounds` says whether each is to say there which rounds it comes to: where members come and go, and it
+    takes no time.
+    """
+
+    tells_of_rounds: bool
 
     def leave(self, topic: str, word: Any) -> None:
         """Leaves a word, which JSON can hold, in place of the last one."""
@@ -50,7 +54,7 @@ class Board:
         process: this one's.
     """
 
-    at_hand = False
+    tells_of_rounds = False
 
     def __init__(self, store: Store, processes: Sequence[int], process: int) -> None:
         self._store = store

@@ -40,7 +40,7 @@ class Word(NamedTuple):
 
 
 class Departures:
-    """The replicas that have left a session's rounds, and those that are ahead since they could not reach all others.
+    """The replicas that have left a session's rounds, and those that hold them apart while they cannot reach others.
 
     Args:
         network: of the replicas; where they cannot leave each other words, all are waited for.
@@ -50,22 +50,20 @@ class Departures:
     def __init__(self, network: Network, topic: str) -> None:
         self._network = network
         self._topic = f"rounds of {topic}"
-        self._everyone = network.members()
-        self._apart = len(self._everyone) == 1
         self._begins: list[int] = []
         self._groups: list[Group] = []
         self._words: dict[int, Word] = {}
 
     def comes(self, fragment: int, round: int, group: Group) -> None:
-        """Says with whom this replica comes to a round, if it cannot reach all others, or could not before."""
-        if (board := self._network.board) and self._is_apart():
+        """Says with whom this replica comes to a round, where that is told."""
+        if (board := self._network.board) and board.tells_of_rounds:
             more = fragment + 1 - len(self._begins)
             self._begins, self._groups = [*self._begins, *[0] * more], [*self._groups, *[()] * more]
             self._begins[fragment], self._groups[fragment] = round, group
             board.leave(self._topic, Word([*self._begins], [*self._groups], None))
 
     def passes(self, fragment: int, round: int) -> None:
-        """Says that this replica has ended a round, where `comes` speaks of it."""
+        """Says that this replica has ended a round, where that is told."""
         self.comes(fragment, round + 1, ())
 
     def leave(self, next_rounds: Sequence[int]) -> None:
@@ -97,7 +95,7 @@ class Departures:
 
         def gone() -> bool:
             nonlocal look_at
-            if board.at_hand or now() >= look_at:
+            if board.tells_of_rounds or now() >= look_at:
                 look_at = now() + LOOK_SECONDS
                 self._look()
             return bool(self._fates(group, fragment, round))
@@ -117,10 +115,6 @@ class Departures:
         if board := self._network.board:
             self._words |= {rank: Word(*word) for rank, word in board.words(self._topic, seconds).items()}
 
-    def _is_apart(self) -> bool:
-        self._apart = self._apart or self._network.members() != self._everyone
-        return self._apart
-
     def _left(self, group: Group, fragment: int, round: int) -> Group:
         """Those who have ended their rounds before one."""
         ends = {rank: word.ends for rank, word in self._words.items() if word.ends is not None}
@@ -128,7 +122,7 @@ class Departures:
 
     def _ahead(self, group: Group, fragment: int, round: int) -> Group:
         """Those who have held a round without this replica, or are holding it."""
-        if self._network.board and self._network.board.at_hand:
+        if self._network.board and self._network.board.tells_of_rounds:
             self._look()
         own = self._network.rank
         return tuple(r for r in group if r in self._words and not self._words[r].comes(fragment, round, own))

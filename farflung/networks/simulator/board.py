@@ -20,13 +20,13 @@ class SimulatedBoard:
     Args:
         topics: which all replicas share.
         rank: this one's.
+        tells_of_rounds: whether there are cuts.
     """
 
-    at_hand = True
-
-    def __init__(self, topics: Topics, rank: int) -> None:
+    def __init__(self, topics: Topics, rank: int, tells_of_rounds: bool) -> None:
         self._topics = topics
         self._rank = rank
+        self.tells_of_rounds = tells_of_rounds
 
     def leave(self, topic: str, word: Any) -> None:
         """See Words."""
