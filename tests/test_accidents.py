@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problem import flat, inner_steps, small_model
 from torch import Tensor, nn
 
@@ -283,6 +285,52 @@ def test_one_that_has_ended_while_it_was_cut_off_is_not_missed() -> None:
     for rounds in others:
         assert len(rounds) == 20 and rounds[-1].landed > 35
         assert {round.outcome for round in rounds} == {"averaged"} and rounds[-1].group == (0, 1, 2)
+
+
+OF_ALL_KINDS = {
+    "diloco": lambda: methods.diloco(every=10),
+    "streaming-diloco": lambda: methods.streaming_diloco(every=10, fragments=2, delay=3),
+    "eager-diloco": lambda: methods.eager_diloco(every=10),
+    "noloco": lambda: methods.noloco(every=10),
+    "groups of three": lambda: methods.noloco(every=10, group_size=3),
+    "factored-gossip": lambda: methods.factored_gossip(every=10),
+}
+
+
+@st.composite
+def cuts_among(draw: st.DrawFn, replicas: int) -> list[Cut]:
+    """Some cuts of a few seconds, one after the other or at once."""
+    found, begins = [], 0.0
+    for _ in range(draw(st.integers(1, 4))):
+        begins += draw(st.floats(0.3, 8.0))
+        ends = begins + draw(st.floats(0.5, 15.0))
+        ranks = draw(st.lists(st.integers(0, replicas - 1), min_size=1, max_size=replicas - 1, unique=True))
+        found.append(Cut(tuple(ranks), begins, ends))
+        begins = draw(st.sampled_from([begins, ends]))
+    return found
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(sorted(OF_ALL_KINDS)),
+    cuts=cuts_among(4),
+    speeds=st.lists(st.sampled_from([1.0, 0.7]), min_size=4, max_size=4),
+    messages_a_second=st.sampled_from([0.5, 1.0, 5.0]),
+)
+def test_whatever_is_cut_off_nobody_waits_for_one_that_does_not_come(
+    name: str, cuts: list[Cut], speeds: list[float], messages_a_second: float
+) -> None:
+    """A wait lasts as long as others are cut off, behind or on the wire: never a whole deadline."""
+
+    def work(network: SimulatedNetwork) -> list[Round]:
+        return trained(network, OF_ALL_KINDS[name](), 500, lambda *_: None, deadline=300)[1]
+
+    megabits = 8 * flat(small_model()).nbytes / 1e6 * messages_a_second
+    conditions = Conditions(step_ms=100, bandwidth_mbps=megabits, cuts=tuple(cuts), speeds=tuple(speeds))
+    for rounds in Simulation(4, conditions).run(work):
+        assert max(waited(rounds)) < 300
+        assert {round.outcome for round in rounds[-10:]} <= {"averaged", "sat out"}
 
 
 @pytest.mark.parametrize("name", ["diloco", "int8", "dilocox", "eager"])

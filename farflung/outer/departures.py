@@ -5,7 +5,7 @@ Nobody waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,28 +19,27 @@ LAST_LOOK_SECONDS = 5.0
 
 
 class Word(NamedTuple):
-    """What a replica says, for each fragment.
+    """What a replica says of a session's rounds.
 
     Args:
-        begins: the first round that it can still come to.
-        groups: with whom it has come to that one; nobody where it has not come yet.
-        ends: the first round that it cannot come to, since it ends.
+        at: the first round of each series that it can still come to, and with whom it has come to that one; nobody
+            where it has not come yet.
+        ends: the first round of each fragment that it cannot come to, since it ends.
     """
 
-    begins: Sequence[int]
-    groups: Sequence[Group]
+    at: Mapping[str, tuple[int, Group]]
     ends: Sequence[int] | None
 
-    def comes(self, fragment: int, round: int, rank: int) -> bool:
+    def comes(self, series: str, round: int, rank: int) -> bool:
         """Whether it can still come to a round in which another replica is."""
-        if len(self.begins) <= fragment or self.begins[fragment] < round:
-            return True
-        group = self.groups[fragment]
-        return self.begins[fragment] == round and (rank in group or not group)
+        first, group = self.at.get(series, (round, ()))
+        return first < round or (first == round and (rank in group or not group))
 
 
 class Departures:
     """The replicas that have left a session's rounds, and those that hold them apart while they cannot reach others.
+
+    A series is a fragment's rounds, or what is exchanged after each of them: `beside` says what that is.
 
     Args:
         network: of the replicas; where they cannot leave each other words, all are waited for.
@@ -50,30 +49,27 @@ class Departures:
     def __init__(self, network: Network, topic: str) -> None:
         self._network = network
         self._topic = f"rounds of {topic}"
-        self._begins: list[int] = []
-        self._groups: list[Group] = []
+        self._at: dict[str, tuple[int, Group]] = {}
         self._words: dict[int, Word] = {}
 
-    def comes(self, fragment: int, round: int, group: Group) -> None:
+    def comes(self, fragment: int, round: int, group: Group, beside: str = "") -> None:
         """Says with whom this replica comes to a round, where that is told."""
         if (board := self._network.board) and board.tells_of_rounds:
-            more = fragment + 1 - len(self._begins)
-            self._begins, self._groups = [*self._begins, *[0] * more], [*self._groups, *[()] * more]
-            self._begins[fragment], self._groups[fragment] = round, group
-            board.leave(self._topic, Word([*self._begins], [*self._groups], None))
+            self._at = {**self._at, _series(fragment, beside): (round, group)}
+            board.leave(self._topic, Word(self._at, None))
 
-    def passes(self, fragment: int, round: int) -> None:
+    def passes(self, fragment: int, round: int, beside: str = "") -> None:
         """Says that this replica has ended a round, where that is told."""
-        self.comes(fragment, round + 1, ())
+        self.comes(fragment, round + 1, (), beside)
 
     def leave(self, next_rounds: Sequence[int]) -> None:
         """Says that this replica takes no part from these rounds on, of each fragment."""
         if self._network.board:
-            self._network.board.leave(self._topic, Word(self._begins, self._groups, next_rounds))
+            self._network.board.leave(self._topic, Word(self._at, next_rounds))
 
-    def without(self, members: Group, fragment: int, round: int) -> Group:
+    def without(self, members: Group, fragment: int, round: int, beside: str = "") -> Group:
         """The members but for those of whom all others have learnt that they do not come."""
-        away = self._left(members, fragment, round - 1) + self._ahead(members, fragment, round)
+        away = self._left(members, fragment, round - 1) + self._ahead(members, _series(fragment, beside), round)
         return tuple(rank for rank in members if rank not in away)
 
     def check(self, group: Group, fragment: int, round: int) -> None:
@@ -82,7 +78,7 @@ class Departures:
             raise PeerLostError(sorted(fates), described(fates))
 
     @contextmanager
-    def watched(self, group: Group, fragment: int, round: int) -> Iterator[None]:
+    def watched(self, group: Group, fragment: int, round: int, beside: str = "") -> Iterator[None]:
         """A context in which waits for a round's exchange end, with PeerLostError, when a member is known to have left.
 
         The error names those who have.
@@ -98,14 +94,14 @@ class Departures:
             if board.tells_of_rounds or now() >= look_at:
                 look_at = now() + LOOK_SECONDS
                 self._look()
-            return bool(self._fates(group, fragment, round))
+            return bool(self._fates(group, fragment, round, beside))
 
         token = GONE.set(gone)
         try:
             yield
         except PeerLostError as lost:
             self._look(LAST_LOOK_SECONDS)
-            if fates := self._fates(group, fragment, round):
+            if fates := self._fates(group, fragment, round, beside):
                 raise PeerLostError(sorted(fates), described(fates), lost.delivered) from lost
             raise
         finally:
@@ -120,16 +116,20 @@ class Departures:
         ends = {rank: word.ends for rank, word in self._words.items() if word.ends is not None}
         return tuple(rank for rank in group if rank in ends and ends[rank][fragment] <= round)
 
-    def _ahead(self, group: Group, fragment: int, round: int) -> Group:
+    def _ahead(self, group: Group, series: str, round: int) -> Group:
         """Those who have held a round without this replica, or are holding it."""
         if self._network.board and self._network.board.tells_of_rounds:
             self._look()
         own = self._network.rank
-        return tuple(r for r in group if r in self._words and not self._words[r].comes(fragment, round, own))
+        return tuple(r for r in group if r in self._words and not self._words[r].comes(series, round, own))
 
-    def _fates(self, group: Group, fragment: int, round: int) -> dict[int, str]:
-        ahead = dict.fromkeys(self._ahead(group, fragment, round), "has held this round apart")
+    def _fates(self, group: Group, fragment: int, round: int, beside: str = "") -> dict[int, str]:
+        ahead = dict.fromkeys(self._ahead(group, _series(fragment, beside), round), "has held this round apart")
         return ahead | dict.fromkeys(self._left(group, fragment, round), "has ended its rounds")
+
+
+def _series(fragment: int, beside: str) -> str:
+    return f"{fragment} {beside}"
 
 
 def described(fates: dict[int, str]) -> str:

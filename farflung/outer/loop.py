@@ -232,8 +232,8 @@ class OuterLoop(Session):
             sync.lost = True
             raise
         sync.ended(pending, bool(result.group), result.outcome == Outcome.PEER_LOST)
-        self.departures.passes(pending.fragment, pending.round)
         self._along.after(sync, self._weights[sync.index], pending.round, result)
+        self.departures.passes(pending.fragment, pending.round)
         self.report(
             Round(
                 **facts_of(pending, result),

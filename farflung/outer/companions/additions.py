@@ -31,6 +31,7 @@ class Addition:
         round: its number.
         weight: the message's in the mean; None where all messages weigh the same, which then need not be told.
         kind: equal for all messages that may be averaged; told with the weight.
+        beside: what it is, where it may go on when its round is over: see Departures.
     """
 
     message: Message
@@ -39,6 +40,7 @@ class Addition:
     round: int
     weight: float | None = None
     kind: str = ""
+    beside: str = ""
 
     def alone(self, outcome: Outcome = Outcome.SAT_OUT, reason: str = "") -> Result:
         """What it comes to where nobody else takes part, or somebody is lost."""
@@ -58,7 +60,7 @@ def exchanged(loop: OuterLoop, added: Addition, averaging: Averaging) -> Exchang
 def awaited(loop: OuterLoop, added: Addition, exchange: Exchange, fragment: int) -> Result:
     """What it comes to: averaged only if it is for all of the replica's processes."""
     try:
-        with loop.departures.watched(added.group, fragment, added.round):
+        with loop.departures.watched(added.group, fragment, added.round, added.beside):
             result = exchange.result.wait(loop.deadline_s)
     except PeerLostError as lost:
         result = added.alone(Outcome.PEER_LOST, str(lost))

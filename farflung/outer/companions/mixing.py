@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MIXED = "mixed"
 """What the mean of anchors is noted as, until the next round starts."""
+ANCHORS = "anchors"
+"""What is exchanged beside rounds: see Departures."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,12 @@ class Mixing(Along):
         """Sends the new anchor on its way."""
         loop, label = self._loop, f"anchors after round {round} of fragment {sync.index}"
         members = loop.departures.without(loop.holding(sync), sync.index, sync.rounds)
+        members = loop.departures.without(members, sync.index, round, ANCHORS)
         group = group_of(loop.network.rank, self._topology.groups(members, label))
+        loop.departures.comes(sync.index, round, group or (loop.network.rank,), ANCHORS)
         if group := loop.trained.layout.told(group if len(group) > 1 else ())[0]:
-            added = Addition(weights.fragment.message(weights.anchor.clone()), group, loop.key(label), round)
+            message = weights.fragment.message(weights.anchor.clone())
+            added = Addition(message, group, loop.key(label), round, beside=ANCHORS)
             self._under_way[sync.index] = added, exchanged(loop, added, self._averagings[sync.index])
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
@@ -86,7 +91,9 @@ class Mixing(Along):
     def hold(self, sync: Sync[Tensor], weights: Weights) -> None:
         """See Along."""
         if sync.index in self._under_way:
-            result = awaited(self._loop, *self._under_way.pop(sync.index), sync.index)
+            added, exchange = self._under_way.pop(sync.index)
+            result = awaited(self._loop, added, exchange, sync.index)
+            self._loop.departures.passes(sync.index, added.round, ANCHORS)
             if result.outcome == Outcome.AVERAGED:
                 weights.noted[MIXED] = result.mean
 
