@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from patience import patience
 from problem import replica
 from processes import run_here, run_together
@@ -192,6 +194,28 @@ def test_nobody_waits_for_one_that_a_cut_has_left_ahead_but_it_for_the_others() 
     assert ends[12:] == pytest.approx([ends[11] + n * whole for n in range(1, 9)])
     in_pairs = Timer(methods.noloco(every=10), MEGABYTE, cut, 4, 20, 120).run()
     assert in_pairs.seconds < 60 and all(times.failed == 0 for times in in_pairs.rounds[-10:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    method=st.sampled_from([methods.diloco, methods.noloco, partial(methods.noloco, group_size=3), methods.dilocox]),
+    cuts=st.lists(
+        st.builds(
+            lambda ranks, begins, lasts: Cut(tuple(ranks), begins, begins + lasts),
+            st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True),
+            st.floats(0.3, 20.0),
+            st.floats(0.5, 15.0),
+        ),
+        max_size=4,
+    ),
+    speeds=st.lists(st.sampled_from([1.0, 0.7]), min_size=5, max_size=5),
+    mbps=st.sampled_from([4.0, 8.0, 40.0]),
+)
+def test_whatever_is_cut_off_no_deadline_passes(
+    method: Callable[..., Method], cuts: list[Cut], speeds: list[float], mbps: float
+) -> None:
+    world = Conditions(bandwidth_mbps=mbps, step_ms=100, cuts=tuple(cuts), speeds=tuple(speeds))
+    assert Timer(method(every=10), MEGABYTE, world, 5, 40, 1000).run().seconds < 1000
 
 
 def test_rounds_come_when_the_schedule_says() -> None:

@@ -253,10 +253,7 @@ class Timer:
         if times is None:
             times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
         times.started = min(times.started, self._cluster.clock.now)
-        ahead = self._ahead(sync.index, sync.rounds)
-        group = self._group(rank, label, self.method.topology, ahead)
-        if ahead.intersection(group):
-            group, times.failed = (rank,), times.failed + 1
+        group = self._group(rank, label, self.method.topology, self._ahead(sync.index, sync.rounds))
         offer = sync.offer(str, len(group))
         share, traffic = offer.message, self._traffic_per_hop
         collective = self._join(rank, group, label, traffic, lambda members: self.message_bytes(members) * share)
@@ -319,7 +316,10 @@ class Timer:
                 self._result.bytes_sent += sum(demand.sent) / demand.readers
                 yield demand
 
-        return self._cluster.join(rank, group, label, None, hops) if len(group) > 1 else None
+        if len(group) > 1:
+            return self._cluster.join(rank, group, label, None, hops)
+        self._cluster.comes(rank, label, None)
+        return None
 
 
 def _unsettled(collectives: Iterable[SimulatedCollective]) -> Generator[SimulatedCollective, None, None]:

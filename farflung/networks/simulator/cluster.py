@@ -131,8 +131,7 @@ class SimulatedCluster:
             if self._faulty:
                 self._expect(collective)
         collective.brought[rank] = brings
-        if self._faulty:
-            self._note(rank, collective)
+        self.comes(rank, key, collective)
         if len(collective.brought) == len(group) and not collective.settled:
             forming.remove(collective)
             if not forming:
@@ -153,12 +152,13 @@ class SimulatedCluster:
             if rank not in elsewhere:
                 self._expected.setdefault((collective.key, rank), []).append(collective)
 
-    def _note(self, rank: int, collective: SimulatedCollective) -> None:
-        """So those who wait for this replica in another group's collective of that key wait in vain."""
-        self._came.add((collective.key, rank))
-        for other in self._expected.pop((collective.key, rank), []):
-            if other is not collective:
-                self._give_up_on(other, [rank], {rank: MEETS_OTHERS})
+    def comes(self, rank: int, key: str, to: SimulatedCollective | None) -> None:
+        """A replica comes to a collective of a key, or to none; those wait in vain who expect it at another."""
+        if self._faulty:
+            self._came.add((key, rank))
+            for other in self._expected.pop((key, rank), []):
+                if other is not to:
+                    self._give_up_on(other, [rank], {rank: MEETS_OTHERS})
 
     def leave(self, rank: int) -> None:
         """A replica's work is done: it comes to no further collective."""
