@@ -86,6 +86,28 @@ def hidden() -> list[float]:
     return [max(above("gossip", "factored-gossip")())]
 
 
+def missed(*names: str) -> Figures:
+    """By how many per cent ways of gossip end higher, at most, where replicas miss rounds."""
+
+    def cost(name: str) -> float:
+        whole, *missing = (number(cell("gossip", column, name)) for column in (2, 6, 7))
+        return max(100 * (one / whole - 1) for one in missing)
+
+    return lambda: [cost(name) for name in names]
+
+
+def larger(way: str, column: int, *batches: str) -> Figures:
+    """Of the table of batches: what a way loses by, or its gap to ddp, with some batches."""
+    return lambda: [number(cell("batch size", column, way, batch)) for batch in batches]
+
+
+def published(way: str, beside: str) -> Figures:
+    """By how many per cent one row's loss is above another's, or below it, where NoLoCo is as published."""
+    return lambda: [abs(100 * (number(cell("published", 1, way)) / number(cell("published", 1, beside)) - 1))]
+
+
+GOSSIP_MISSED = r"averaging among all (\S+)% at most, `noloco` (\S+)%, `factored-gossip` (\S+)% and `gasloc` (\S+)%"
+
 CLAIMS: list[tuple[str, str, Figures]] = [
     ("README.md", r"ended (\d) to (\d)% lower after 800", lower),
     (METHODS, r"\[(\d) to (\d)% lower\]", lower),
@@ -112,6 +134,20 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (EVIDENCE, r"stays within (\S+)% of averaging among all", hidden),
     (EVIDENCE, r"a replica of `noloco` is (\d+), (\d+) and (\d+)% above", above("gossip", "noloco")),
     (EVIDENCE, r"`noloco`'s is (\d+), (\d+) and (\d+)% above", above("gossip averaged", "noloco")),
+    (EVIDENCE, GOSSIP_MISSED, missed("diloco, among all", "noloco", "factored-gossip", "gasloc")),
+    (CHOOSE, r"\[cost it (\S+)%\]", missed("noloco")),
+    (EVIDENCE, r"at 8 times the batch `ddp` loses (\S+)%", larger("ddp, Muon", 3, "64")),
+    (EVIDENCE, r"lose more: `diloco` (\S+)%", larger("diloco, Muon", 3, "64")),
+    (EVIDENCE, r"its gap to `ddp` grows from (\S+) to (\S+)%", larger("diloco, Muon", 4, "8", "64")),
+    (FAILED, r"with Muon from (\S+) to (\S+)% at 8 times", larger("diloco, Muon", 4, "8", "64")),
+    (EVIDENCE, r"`noloco` \S+%, from (\S+) to (\S+)%", larger("noloco, Muon", 4, "8", "64")),
+    (
+        EVIDENCE,
+        r"`noloco` every 50 steps ends (\d)% below",
+        published("noloco, every 50", "diloco, every 100, momentum 0.9"),
+    ),
+    (EVIDENCE, r"ahead: by (\d)% every 50 steps", published("noloco, every 50", "diloco, every 50")),
+    (EVIDENCE, r"every 50 steps, by (\d)% every 100", published("noloco, every 100", "diloco, every 100")),
 ]
 """A page, words on it with figures, and what these are by the tables."""
 
