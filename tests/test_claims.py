@@ -106,6 +106,11 @@ def published(way: str, beside: str) -> Figures:
     return lambda: [abs(100 * (number(cell("published", 1, way)) / number(cell("published", 1, beside)) - 1))]
 
 
+def claimed(name: str) -> Figures:
+    """By how many per cent a method is above the one that it is said to come near, after 800 and 3200 steps."""
+    return lambda: [number(cell("long claims", column, name)) for column in (2, 3)]
+
+
 GOSSIP_MISSED = r"averaging among all (\S+)% at most, `noloco` (\S+)%, `factored-gossip` (\S+)% and `gasloc` (\S+)%"
 
 CLAIMS: list[tuple[str, str, Figures]] = [
@@ -134,6 +139,9 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (EVIDENCE, r"stays within (\S+)% of averaging among all", hidden),
     (EVIDENCE, r"a replica of `noloco` is (\d+), (\d+) and (\d+)% above", above("gossip", "noloco")),
     (EVIDENCE, r"`noloco`'s is (\d+), (\d+) and (\d+)% above", above("gossip averaged", "noloco")),
+    (EVIDENCE, r"`dilocox` was (\S+)% above DiLoCo after 100 rounds, and is (\S+)% above", claimed("dilocox")),
+    (EVIDENCE, r"`nolocox` is (\S+)% above NoLoCo", lambda: claimed("nolocox")()[1:]),
+    (EVIDENCE, r"\*\*NoLoCo\*\* is (\S+)% above DiLoCo", lambda: claimed("noloco")()[1:]),
     (EVIDENCE, GOSSIP_MISSED, missed("diloco, among all", "noloco", "factored-gossip", "gasloc")),
     (CHOOSE, r"\[cost it (\S+)%\]", missed("noloco")),
     (EVIDENCE, r"at 8 times the batch `ddp` loses (\S+)%", larger("ddp, Muon", 3, "64")),
