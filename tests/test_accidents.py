@@ -321,7 +321,10 @@ def cuts_among(draw: st.DrawFn, replicas: int) -> list[Cut]:
 def test_whatever_is_cut_off_nobody_waits_for_one_that_does_not_come(
     name: str, cuts: list[Cut], speeds: list[float], messages_a_second: float
 ) -> None:
-    """A wait lasts as long as others are cut off, behind or on the wire: never a whole deadline."""
+    """A wait lasts as long as others are cut off, behind or on the wire: never a whole deadline.
+
+    Of 500 steps the last ten rounds begin after 40 s at the earliest: who was cut off before is met there again.
+    """
 
     def work(network: SimulatedNetwork) -> list[Round]:
         return trained(network, OF_ALL_KINDS[name](), 500, lambda *_: None, deadline=300)[1]
@@ -330,7 +333,8 @@ def test_whatever_is_cut_off_nobody_waits_for_one_that_does_not_come(
     conditions = Conditions(step_ms=100, bandwidth_mbps=megabits, cuts=tuple(cuts), speeds=tuple(speeds))
     for rounds in Simulation(4, conditions).run(work):
         assert max(waited(rounds)) < 300
-        assert {round.outcome for round in rounds[-10:]} <= {"averaged", "sat out"}
+        if all(cut.until_s < 36 for cut in cuts):
+            assert {round.outcome for round in rounds[-10:]} <= {"averaged", "sat out"}
 
 
 @pytest.mark.parametrize("name", ["diloco", "int8", "dilocox", "eager"])

@@ -1,7 +1,7 @@
 """Which methods reach the least loss for their bytes in runs of hundreds of rounds?
 The question of frontier with Muon inside and rounds every 8 steps, at two lengths, the baseline ddp. Every row has the
 learning rate that one search with one budget has found at the shorter, on the first seed, and keeps it at the longer.
-Takes about five hours on two cores with one seed, half of it for the rows that send something in each step; what is
+Takes about two hours on two cores with one seed, half of it for the rows that send something in each step; what is
 made is kept, so that it can be stopped and goes on.
 """
 

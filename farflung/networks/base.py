@@ -40,6 +40,12 @@ class PeerLostError(Exception):
         self.delivered = delivered or {}
 
 
+def told_fates(fates: Mapping[int, str], kind: str = "") -> str:
+    """What has become of some replicas, of one kind, in a line: those of one fate together."""
+    alike = {why: [str(rank) for rank in sorted(fates) if fates[rank] == why] for why in dict.fromkeys(fates.values())}
+    return "; ".join(f"replica {', '.join(ranks)}{kind} {why}" for why, ranks in alike.items())
+
+
 @dataclass
 class Traffic:
     """What one replica has sent, received and waited for. Bytes are payload, without the transport's own."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from farflung.networks import Group, Network, PeerLostError
+from farflung.networks.base import told_fates
 from farflung.networks.transfer import GONE
 
 LOOK_SECONDS = 1.0
@@ -75,7 +76,7 @@ class Departures:
     def check(self, group: Group, fragment: int, round: int) -> None:
         """Raises PeerLostError for members of a group that are known not to come to a round."""
         if fates := self._fates(group, fragment, round):
-            raise PeerLostError(sorted(fates), described(fates))
+            raise PeerLostError(sorted(fates), told_fates(fates))
 
     @contextmanager
     def watched(self, group: Group, fragment: int, round: int, beside: str = "") -> Iterator[None]:
@@ -102,7 +103,7 @@ class Departures:
         except PeerLostError as lost:
             self._look(LAST_LOOK_SECONDS)
             if fates := self._fates(group, fragment, round, beside):
-                raise PeerLostError(sorted(fates), described(fates), lost.delivered) from lost
+                raise PeerLostError(sorted(fates), told_fates(fates), lost.delivered) from lost
             raise
         finally:
             GONE.reset(token)
@@ -130,9 +131,3 @@ class Departures:
 
 def _series(fragment: int, beside: str) -> str:
     return f"{fragment} {beside}"
-
-
-def described(fates: dict[int, str]) -> str:
-    """Who does not come, and why."""
-    by_fate = {fate: [str(rank) for rank in sorted(fates) if fates[rank] == fate] for fate in fates.values()}
-    return "; ".join(f"replica {', '.join(ranks)} {fate}" for fate, ranks in by_fate.items())

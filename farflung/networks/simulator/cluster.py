@@ -29,12 +29,6 @@ def on_another_side(rank: int, group: Group, sides: Mapping[int, Side]) -> list[
     return [other for other in group if sides.get(other, ()) != sides.get(rank, ())] if sides else []
 
 
-def described(lost: dict[int, str]) -> str:
-    """The state of some replicas, in a line: cut off, dead or late."""
-    fates = {why: [str(rank) for rank in sorted(lost) if lost[rank] == why] for why in dict.fromkeys(lost.values())}
-    return "; ".join(f"replica {', '.join(ranks)} (simulated) {why}" for why, ranks in fates.items())
-
-
 class SimulatedCollective:
     """One exchange. Bytes begin to flow when all members have come.
 

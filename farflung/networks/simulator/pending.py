@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from farflung.networks.base import PeerLostError
-from farflung.networks.simulator.cluster import CUT_OFF, SimulatedCollective, described
+from farflung.networks.base import PeerLostError, told_fates
+from farflung.networks.simulator.cluster import CUT_OFF, SimulatedCollective
 from farflung.networks.transfer import GONE
 
 if TYPE_CHECKING:
@@ -70,4 +70,4 @@ class SimulatedPending(Generic[T]):
             lost = dict.fromkeys(others, f"is still delivering after {timeout:g} s")
         brought = sorted(collective.brought.items()) if late else []
         delivered = {rank: packet for rank, packet in brought if isinstance(packet, Tensor) and rank not in late}
-        return PeerLostError(sorted(lost), described(lost), delivered)
+        return PeerLostError(sorted(lost), told_fates(lost, " (simulated)"), delivered)
