@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -106,6 +107,52 @@ def test_no_two_rows_are_the_same_command() -> None:
     (rare,) = [one for one in found if one.settings.keys() == {"method", "every"} and "noloco" in one.flags]
     near = next(row for row in measured()["rows"] if row["settings"] == {"method": "noloco", "every": 20})
     assert rare.factor == pytest.approx(rare.settings["every"] / near["settings"]["every"], rel=1e-3)
+
+
+def test_the_readmes_command_is_answered_by_a_run_whose_replicas_meet() -> None:
+    readme = (recommended.ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`farflung recommend ([^`]+)`", readme)
+    words = shlex.split(command)
+    flags = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(*[iter(words)] * 2, strict=True)}
+    chosen = RecommendOptions(
+        flags["link"], float(flags["params"]), float(flags["step_ms"]), replicas=int(flags["replicas"])
+    )
+    best = recommend(chosen)[0]
+    assert best.first <= chosen.steps / 10 and f"--steps {chosen.steps}" in told([best], chosen)
+
+
+def test_a_low_rank_is_as_large_a_part_of_a_wider_model_as_it_was_of_the_measured_one() -> None:
+    of_low_rank = [row["settings"]["codec"] for row in measured()["longer"] if "lowrank" in str(row["settings"])]
+    (rank,) = {int(re.findall(r"lowrank(\d+)", codec)[0]) for codec in of_low_rank}
+    shares = []
+    for wider in (1, 2, 20):  # a matrix that is twice as wide has four times the values, and there are twice as many
+        params = measured()["parameters"] * wider**3
+        found = recommend(options(link="1000gbps", params=params))
+        (one,) = [one for one in found if one.settings["method"] == "dilocox"]
+        (wide,) = re.findall(r"ef-lowrank(\d+)-int4", one.settings["codec"])
+        assert int(wide) == pytest.approx(rank * wider, rel=0.01)  # sides are whole numbers
+        shares.append(one.sent / params)
+    assert shares == pytest.approx([shares[-1]] * 3, rel=0.25)  # in small matrices the codec's scales weigh more
+
+
+def test_a_row_that_was_measured_in_longer_runs_alone_is_known_from_the_shortest_of_them_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, plain = measured(), options(link="1000gbps", params=1e5)
+    settings = {"method": "diloco", "every": 8}
+
+    def gaps_at(steps: int) -> dict[str, float]:
+        return {one.flags: one.middle for one in recommend(replace(plain, steps=steps))}
+
+    short, longer = gaps_at(200), gaps_at(800)
+    others = [row for row in table["longer"] if row["settings"] != settings]
+    own = {"table": "Longer runs", "settings": settings, "gaps": {"800": [3.0, 5.0], "3200": [2.0, 2.0]}}
+    monkeypatch.setattr(room, "measured", lambda: table | {"longer": [*others, own]})
+    assert gaps_at(200) == short
+    known = gaps_at(800)
+    assert known.pop("--method diloco --every 8") == pytest.approx(0.04)
+    assert "--method diloco --every 20" in short and "--method diloco --every 20" not in known
+    assert known.items() <= longer.items()  # it says nothing of how the others have closed
 
 
 def test_who_wants_to_wait_for_next_to_nothing_gets_what_never_waits_or_is_told() -> None:

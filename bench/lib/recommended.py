@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from statistics import mean
 from typing import Any
 
 from bench.lib.runs import changes
 from bench.lib.store import ROOT, Result, Settings, Store
-from bench.quality import frontier, gap, inner, length, scaling
+from bench.quality import frontier, gap, inner, length, long_frontier, scaling
 from farflung.files import write_text
 
 TABLE = ROOT / "farflung" / "planner" / "evidence.json"
@@ -82,10 +83,28 @@ def _longer() -> list[dict[str, Any]]:
     Of those only the middle counts, for which one seed will do.
     """
     store, options = Store("length"), length.Options()
-    found, rows = length.measured(store, options), dict[str, dict[str, Any]]()
+    found, rows = length.measured(store, options), list[tuple[int, dict[str, Any]]]()
     for (way, steps), results in found.items():
         gaps = changes(results, found[length.DDP, steps])
         if way != length.DDP and (len(gaps) > 1 or length.WAYS[way]["method"] == "local"):
-            row = _row("Longer runs", options.of(way, steps), gaps)
-            rows.setdefault(way, row | {"gaps": {}})["gaps"][str(steps)] = row["gaps"]
+            rows.append((steps, _row("Longer runs", options.of(way, steps), gaps)))
+    return _by_length([*rows, *_of_all_methods()])
+
+
+def _of_all_methods() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lengths and rows of the frontier in longer runs."""
+    store, options = Store("long_frontier"), long_frontier.Options()
+    for steps in options.steps:
+        found = long_frontier.rows_of(store, options, steps)
+        for name, row in found.items():
+            gaps = changes(row.results, found["ddp"].results)
+            if name not in ("ddp", "local") and len(gaps) > 1:
+                yield steps, _row("All methods at length", row.settings, gaps)
+
+
+def _by_length(measured: Iterable[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of one setting each, whose gaps are by length."""
+    rows = dict[str, dict[str, Any]]()
+    for steps, row in measured:
+        rows.setdefault(repr(row["settings"]), row | {"gaps": {}})["gaps"][str(steps)] = row["gaps"]
     return list(rows.values())

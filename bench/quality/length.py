@@ -77,6 +77,8 @@ class Options:
     """One run of each tuned row for each; the search uses the first."""
     budget: int = 5
     """Runs that the search of each row may make."""
+    searched_to: int = 3200
+    """The longest length that is searched; longer ones keep what was found there."""
     model: str = "micro"
     """What is trained."""
     replicas: int = 8
@@ -102,8 +104,12 @@ SMOKE = Options(
 
 def run(options: Options, store: Store) -> list[Part]:
     def row(way: str, steps: int) -> list[Future[Result]]:
-        settings = options.of(way, steps)
-        found = tune(runs, name_of(way, steps), settings, options.budget, options.seeds[0], SEARCHED, WITH_MUON)
+        name, settings = name_of(way, steps), options.of(way, steps)
+        if steps > options.searched_to:
+            found = store.chosen_as(name_of(way, options.searched_to)) | settings
+            store.choose(name, found)
+        else:
+            found = tune(runs, name, settings, options.budget, options.seeds[0], SEARCHED, WITH_MUON)
         return runs.start_all(found, options.seeds)
 
     with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:

@@ -34,8 +34,9 @@ def measured_gap(gaps: Sequence[float]) -> Gap:
 class Lengths:
     """Gaps in a run of so many inner steps, from rows that were measured, and tuned, at several lengths.
 
-    Between two lengths gaps lie on a line over the logarithm of steps. Below the shortest they are as in the shortest;
-    beyond the longest as in the longest, and at least what the power law through the last two would make of them.
+    Between two lengths gaps lie on a line over the logarithm of steps. Below the shortest of all they are as in the
+    shortest; beyond the longest as in the longest, and at least what the power law through the last two would make of
+    them.
 
     Args:
         rows: each with its gaps in per cent on several seeds, by lengths.
@@ -46,6 +47,10 @@ class Lengths:
         self._steps = steps
         measured = {int(length) for row in rows for length in row["gaps"]}
         self.shortest, self.longest = min(measured), max(measured)
+
+    def known(self, row: Mapping[str, Any]) -> bool:
+        """Whether the run is as long as the shortest of this row; below that nothing is known of it."""
+        return max(self._steps, self.shortest) >= _by_length(row)[0][0]
 
     def gap(self, row: Mapping[str, Any]) -> Gap:
         """Of one of the rows."""
@@ -60,8 +65,9 @@ class Lengths:
         return Gap(middle, least, most)
 
     def closing(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Of each of some rows: its gap as a part of that in its shortest run."""
-        return [self.gap(row).middle / _by_length(row)[0][1].middle for row in rows]
+        """Of each of some rows that was measured at the shortest length: its gap as a part of that there."""
+        found = [(row, *_by_length(row)[0]) for row in rows]
+        return [self.gap(row).middle / gap.middle for row, length, gap in found if length == self.shortest]
 
 
 def _by_length(row: Mapping[str, Any]) -> list[tuple[int, Gap]]:

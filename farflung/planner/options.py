@@ -137,7 +137,7 @@ class RecommendOptions(Checked):
     """Copies of the model."""
     latency_ms: float = setting(20.0, least=0, most=1e6)
     """Latency of the links, milliseconds."""
-    steps: int = setting(200, least=1, most=1e12)
+    steps: int = setting(10_000, least=1, most=1e12)
     """Inner steps of the run; gaps close in longer ones."""
     wait: float = setting(0.1, above=0, below=1)
     """The share of their time, 0 to 1, that replicas may at most wait for links."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,7 +18,7 @@ from farflung.networks import Conditions
 from farflung.outer import Method, message_bytes
 from farflung.planner.lengths import Gap, Lengths, measured_gap
 from farflung.planner.options import RecommendOptions
-from farflung.planner.sizes import square_model
+from farflung.planner.sizes import side_of, square_model
 from farflung.planner.table import Column, Table, figures, percent
 from farflung.planner.timing import Timer
 
@@ -28,6 +29,8 @@ ROUNDS = 3
 """As many are timed."""
 A_BIT = 1.05
 """By this factor rounds become rarer at least, until links can keep up."""
+OF_LINKS = ("every", "every_final")
+"""Settings that become larger where links are slow."""
 ALONE = {"method": "local"}
 """The row of replicas that never meet."""
 RAREST = 100_000
@@ -92,37 +95,42 @@ def recommend(options: RecommendOptions) -> list[Candidate]:
     """
     table = measured()
     growth = growth_of(table["rows"])
-    useful = [row for row in _at_length(table, options.steps) if row.gap.middle < row.alone]
+    useful = _at_length(table, options.steps)
     found = [one for one in (_candidate(row, growth, options) for row in useful) if one]
     if not found:
         raise UserError(
             f"links of {options.link} are too slow for {options.params:g} parameters and steps of {options.step_ms:g} "
             f"ms: rounds would have to be more than {RAREST:,} steps apart; train a smaller model, or adapters only"
         )
-    nearest = {one.flags: one for one in sorted(found, key=lambda one: -one.factor)}  # of rows that became the same
+    # Of rows that links have made the same, the one that was measured nearest.
+    nearest = {
+        (_kind(one.settings), one.factor > 1 or one.flags): one for one in sorted(found, key=lambda one: -one.factor)
+    }
     return sorted(nearest.values(), key=lambda one: (one.middle, -one.computing))
 
 
 def _at_length(table: dict[str, Any], steps: int) -> list[Known]:
-    """What is known of each row in a run of so many steps.
+    """What is known of each row in a run of so many steps; without what is no better than replicas that never meet.
 
-    A row that was not measured at several lengths closes as one of those that were.
+    A row that was not measured at several lengths closes as one of those that were, from the same length on; it is left
+    out where they have one of its kind.
     """
     lengths = Lengths(table["longer"], steps)
-    longer = {_key(row): row for row in table["longer"]}
-    never = longer.pop(_key({"settings": ALONE}))
+    never, *longer = sorted(filter(lengths.known, table["longer"]), key=lambda row: row["settings"] != ALONE)
+    (apart,), closing = lengths.closing([never]), lengths.closing(longer)
     alone = lengths.gap(never).middle
-    known = [Known(row["settings"], row["table"], lengths.gap(row), alone) for row in longer.values()]
-    (apart,), closing = lengths.closing([never]), lengths.closing(longer.values())
-    alone = mean(table["alone"]) / 100 * apart
-    for row in table["rows"]:
-        if _key(row) not in longer:
-            known.append(Known(row["settings"], row["table"], measured_gap(row["gaps"]).times(closing), alone))
-    return known
+    known = [Known(row["settings"], row["table"], lengths.gap(row), alone) for row in longer]
+    known = [row for row in known if row.gap.middle < row.alone]
+    kinds, alone = {_kind(row.settings) for row in known}, mean(table["alone"]) / 100 * apart
+    shorter = [
+        Known(row["settings"], row["table"], measured_gap(row["gaps"]).times(closing), alone) for row in table["rows"]
+    ]
+    return known + [row for row in shorter if row.gap.middle < row.alone and _kind(row.settings) not in kinds]
 
 
-def _key(row: dict[str, Any]) -> str:
-    return repr(sorted(row["settings"].items()))
+def _kind(settings: dict[str, Any]) -> str:
+    """What links do not change of a row's settings."""
+    return repr(sorted((name, "" if name in OF_LINKS else value) for name, value in settings.items()))
 
 
 def growth_of(rows: Sequence[dict[str, Any]]) -> float:
@@ -138,9 +146,9 @@ def growth_of(rows: Sequence[dict[str, Any]]) -> float:
 
 def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidate | None:
     """A row with rounds as rare as the links need them; None where that is too rare."""
-    settings, gap, factor = row.settings, row.gap, 1.0
+    settings, gap, factor = _as_wide(row.settings, options.params), row.gap, 1.0
     while True:
-        stretched = settings | {n: math.ceil(settings[n] * factor) for n in ("every", "every_final") if n in settings}
+        stretched = settings | {n: math.ceil(settings[n] * factor) for n in OF_LINKS if n in settings}
         computing, sent = _timed(stretched, options)
         if computing >= 1 - options.wait:
             break
@@ -154,6 +162,15 @@ def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidat
     if first > options.steps:  # its replicas never meet
         middle, least, most = max(middle, row.alone), row.alone, row.alone
     return Candidate(stretched, row.table, factor, computing, middle, least, most, sent, first)
+
+
+def _as_wide(settings: dict[str, Any], params: float) -> dict[str, Any]:
+    """Settings with which a model of so many parameters sends as large a part of its matrices as was measured."""
+    if "codec" not in settings:
+        return settings
+    wider = side_of(params) / side_of(measured()["parameters"])
+    codec = re.sub(r"(?<=lowrank)\d+", lambda rank: str(max(round(int(rank[0]) * wider), 1)), settings["codec"])
+    return settings | {"codec": codec}
 
 
 def _timed(settings: dict[str, Any], options: RecommendOptions) -> tuple[float, float]:
@@ -219,7 +236,7 @@ def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[s
     if steps <= lengths.shortest:
         yield f"No run was shorter than {lengths.shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
         return
-    if best.most and best.table != table["longer"][0]["table"]:  # ddp's own has none to close
+    if best.most and best.table not in {row["table"] for row in table["longer"]}:  # ddp's own has none to close
         yield f"Its gap was measured at {table['steps']} steps; here it closes as those of other rows have done."
     if steps > lengths.longest:
         yield (

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from farflung.cells import Cell, Shape, cells_among
 
 
+def side_of(parameters: float) -> int:
+    """The rows, and columns, of a square matrix as large as those of a language model of so many parameters."""
+    return max(round(math.cbrt(8 * parameters)), 1)
+
+
 def square_model(parameters: float) -> list[Cell]:
     """Square matrices of about so many parameters in all, as large as those of a language model of that size."""
-    side = max(round((8 * parameters) ** (1 / 3)), 1)
+    side = side_of(parameters)
     return cells_among([[(side, side)]] * max(round(parameters / side**2), 1))
 
 
