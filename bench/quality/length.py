@@ -52,8 +52,11 @@ PARTS: dict[str, Settings] = {
     "no codec": {"codec": "float32"},
     "no codec, every 4 to the end": {"codec": "float32", "every_final": 4},
     "one value in twenty, every 2": {"codec": "ef-topk5-int2", "every": 2, "every_final": None},
+    "0.975, a late average, and statistical levels": {"muon_momentum": 0.975, "tail_average": 0.1, "codec": "ef-stat2"},
 }
-"""What is put into the best way, one at a time."""
+"""What is put into the best way, one at a time; in the end what has helped there, and the codec with fewer bytes."""
+OF_DDP = ("Muon's momentum 0.9", "Muon's momentum 0.975", "a late average")
+"""Those of them that are put into ddp, too, so that what they do for both can be told from what they do for one."""
 PLAIN: Settings = {"codec": "float32", "every_final": None, "outer_lr": 1.0, "outer_momentum": 0.0}
 """Means of whole weights and no outer optimizer: what is left is what rounds apart cost."""
 SEARCHED = (AXES[0], Axis("weight_decay", step=1 / 4))
@@ -66,7 +69,7 @@ class Options:
     ways: tuple[str, ...] = tuple(WAYS)
     """Which rows to make, of which ddp is one."""
     parts: tuple[str, ...] = tuple(PARTS)
-    """What to put into the best way, one at a time."""
+    """What to put into the best way, and ddp, one at a time."""
     parts_at: tuple[int, ...] = (800, 3200)
     """The lengths at which."""
     rhythms: tuple[int, ...] = (1, 2, 4)
@@ -131,10 +134,11 @@ def name_of(way: str, steps: int) -> str:
     return f"{way}, {steps} steps"
 
 
-def with_parts(store: Store, options: Options, steps: int) -> dict[str, Settings]:
-    """The best way as tuned, with one part each."""
-    best = store.chosen.get(name_of(list(WAYS)[1], steps), {})
-    return {name: best | PARTS[name] for name in options.parts} if best else {}
+def with_parts(store: Store, options: Options, steps: int) -> dict[tuple[str, str], Settings]:
+    """The best way and ddp as tuned, with one part each; by their names."""
+    both = {list(WAYS)[1]: options.parts, DDP: [part for part in options.parts if part in OF_DDP]}
+    found = {way: store.chosen[name_of(way, steps)] for way in both if name_of(way, steps) in store.chosen}
+    return {(way, name): settings | PARTS[name] for way, settings in found.items() for name in both[way]}
 
 
 def with_rhythms(store: Store, options: Options) -> dict[int, Settings]:
@@ -201,20 +205,20 @@ def by_length(
 
 
 def by_part(store: Store, options: Options) -> Table:
-    columns = ("steps", "part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
+    columns = ("steps", "method", "part", "settings", "change of the loss, one seed", "to ddp", "fewer bytes")
     lines = [line for steps in options.parts_at for line in _with_each(store, options, steps)]
     return Table(dict.fromkeys(columns, ""), lines)
 
 
 def _with_each(store: Store, options: Options, steps: int) -> Iterator[tuple[str, ...]]:
-    seed = options.seeds[0]
-    without, ddp = (tuned(store, way, steps) for way in (list(WAYS)[1], DDP))
-    for name, settings in with_parts(store, options, steps).items():
+    seed, ddp = options.seeds[0], tuned(store, DDP, steps)
+    for (way, name), settings in with_parts(store, options, steps).items():
         results = {key: one for key, one in finite(store.results(settings)).items() if key == seed}
+        without = tuned(store, way, steps)
         if results and without and ddp:
             change, gap = changes(results, without)[0], changes(results, ddp)[0]
             fewer = f"{Row(name, settings, results).fewer:.3g}×"
-            yield str(steps), name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer
+            yield str(steps), way, name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer
 
 
 def by_rhythm(store: Store, options: Options) -> Table:
