@@ -17,8 +17,7 @@ from farflung.files import write_text
 from farflung.methods import RECIPES, RoundSettings, defaults_of
 from farflung.networks.listening import ListenAddress
 from farflung.outer import Method, bytes_per_parameter
-from farflung.planner.options import PlanOptions, RecommendOptions
-from farflung.planner.simulation import SimulateOptions
+from farflung.planner.options import PlanOptions, RecommendOptions, SimulateOptions
 from farflung.settings import Settings
 from farflung.tables import MayDiffer, Rule, help_of, hints_of, rule_of
 
@@ -182,7 +181,7 @@ def _type(hint: Any) -> str:
         return f"several of {typing.get_args(hint)[0].__name__}"
     if inside := typing.get_args(hint):
         return " or ".join(_type(one) for one in inside if one is not type(None))
-    return KINDS.get(hint, hint.__name__)
+    return KINDS.get(hint, str(hint.__name__))
 
 
 def _rule(rule: Rule) -> list[str]:
