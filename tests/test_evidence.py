@@ -14,7 +14,7 @@ from bench.lib import evidence
 from bench.lib.runs import Runs
 from bench.lib.search import Axis, Point, compass
 from bench.lib.store import Store
-from bench.quality import length
+from bench.quality import length, transfer
 from bench.quality.frontier import Row, on_frontier
 from bench.quality.scaling import Gaps
 
@@ -108,3 +108,11 @@ def test_the_page_is_what_the_results_say() -> None:
     page, tables = evidence.PAGE.read_text(), evidence.all_tables()
     assert evidence.filled(page, tables) == page, "run python -m bench evidence"
     assert all(f"<!-- table: {name} -->" in page for name in tables)
+
+
+def test_rankings_are_compared_on_the_rows_that_both_have() -> None:
+    small, large = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}, {"d": 7.0, "b": 6.0, "a": 5.0}
+    assert transfer.spearman(small, large) == pytest.approx(1)
+    assert transfer.spearman(large, {"a": 3.0, "b": 2.0, "d": 1.0, "e": 0.0}) == pytest.approx(-1)
+    assert transfer.spearman({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "c": 2}) == pytest.approx(0.5)
+    assert math.isnan(transfer.spearman(small, {"a": 1.0}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from statistics import correlation, mean
 
 from bench.lib.runs import Runs, regime
@@ -49,25 +49,25 @@ def settings_of(name: str, model: str, options: Options) -> Settings:
 
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
-    """Losses and ranks on the model that rows were tuned on, and on larger ones that all rows were made on."""
+    """Losses and ranks on the model that rows were tuned on, and on larger ones, of what was made there."""
     tuned, base = Store("frontier"), frontier.Options().regime
     found = {frontier.Options.model: {name: tuned.results(base | tuned.chosen_as(name)) for name in options.rows}}
     for model in options.models:
         results = {name: store.results(settings_of(name, model, options)) for name in options.rows}
-        if all(results.values()):
-            found[f"{model} as tuned"] = results
-    losses = {model: {name: _loss(each[name], options) for name in options.rows} for model, each in found.items()}
+        if any(results.values()):
+            found[f"{model} as tuned"] = {name: each for name, each in results.items() if each}
+    losses = {model: {name: _loss(each, options) for name, each in rows.items()} for model, rows in found.items()}
     places = {model: ranks(each) for model, each in losses.items()}
     columns, lines = {"method": ""}, [list[Cell]([name]) for name in options.rows]
     for model in losses:
         columns |= {model: ".4f", f"{model}, rank": ".0f"}
         for name, line in zip(options.rows, lines, strict=True):
-            line += [losses[model][name], places[model][name]]
-    first, *larger = places
-    alike = [(model, spearman(places[first], places[model])) for model in larger]
+            line += [losses[model].get(name), places[model].get(name)]
+    first, *larger = losses
+    alike = [(model, len(losses[model]), spearman(losses[first], losses[model])) for model in larger]
     return {
         "transfer": [Table(columns, lines, f"{options.replicas} replicas, {options.steps} steps")],
-        "transfer ranks": [Table({"": "", f"correlation with the ranks on {first}": ".2f"}, alike)],
+        "transfer ranks": [Table({"": "", "rows": "d", f"correlation with the ranks on {first}": ".2f"}, alike)],
     }
 
 
@@ -78,8 +78,10 @@ def ranks(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def spearman(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """How alike two rankings of the same rows are: 1 for the same, -1 for the reverse."""
-    return correlation([one[name] for name in one], [other[name] for name in one])
+    """How alike two rank the rows that both have: 1 for the same, -1 for the reverse, nan for fewer than two rows."""
+    both = one.keys() & other.keys()
+    first, second = (ranks({name: losses[name] for name in both}) for losses in (one, other))
+    return correlation([first[name] for name in both], [second[name] for name in both]) if len(both) > 1 else nan
 
 
 def _loss(results: dict[int, Result], options: Options) -> float:
