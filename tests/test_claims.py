@@ -111,6 +111,63 @@ def claimed(name: str) -> Figures:
     return lambda: [number(cell("long claims", column, name)) for column in (2, 3)]
 
 
+def plain_lower() -> list[float]:
+    """By how many per cent DiLoCo is below NoLoCo after 3200 steps where neither has a codec."""
+    return [100 - 100 / (1 + claimed("noloco")()[1] / 100)]
+
+
+def eager() -> list[float]:
+    """By how many per cent eager rounds end above DiLoCo after 3200 steps."""
+    losses = {name: number(loss) for name, loss, *_ in rows_of("long frontier") if name in ("diloco", "eager-diloco")}
+    return [100 * (losses["eager-diloco"] / losses["diloco"] - 1)]
+
+
+def rda() -> list[float]:
+    """By how many per cent means by lengths and directions end higher after 800 steps: the least and the most."""
+    rows = rows_of("long scaling")
+    (*_, plain), (*_, apart) = ([cells for cells in rows if cells[0] == name] for name in ("diloco", "diloco, RDA"))
+    pairs = [(number(one), number(other)) for one, other in zip(plain[1:-1], apart[1:-1], strict=True) if one]
+    found = [100 * ((100 + other) / (100 + one) - 1) for one, other in pairs]
+    return [min(found), max(found)]
+
+
+def began_and_ended() -> list[float]:
+    """Gaps to the better ddp of DiLoCo as published, and of the best that was found."""
+    return [number(cell("gap", 4, "DiLoCo as published")), gaps()[1]]
+
+
+def share(table: str, one: str, other: str, *columns: int) -> Figures:
+    """How many per cent one row of gossip is of another."""
+    return lambda: [100 * number(cell(table, column, one)) / number(cell(table, column, other)) for column in columns]
+
+
+def more(table: str, one: str, other: str, column: int) -> Figures:
+    """By how many per cent one row of gossip is above another."""
+    return lambda: [share(table, one, other, column)()[0] - 100]
+
+
+def least_and_most(figures: Figures) -> Figures:
+    return lambda: [min(figures()), max(figures())]
+
+
+def nats(column: int, *names: str) -> Figures:
+    """Of replicas of unlike data: what they are above the source's entropy."""
+    return lambda: [number(cell("unlike", column, name)) for name in names]
+
+
+def part(steps: str, name: str) -> Figures:
+    """What a part that was put into the best way has changed, in per cent."""
+    return lambda: [number(cell("length parts", 4, steps, BEST, name))]
+
+
+def among_all_with_more() -> list[float]:
+    """By how many per cent 32 replicas that average among all end below 8."""
+    few, many = (number(cell("gossip", column, "diloco, among all")) for column in (1, 3))
+    return [100 - 100 * many / few]
+
+
+ALL, PAIR = "diloco, among all", "noloco"
+EVERY_BATCH = ("8", "16", "32", "64")
 GOSSIP_MISSED = r"averaging among all (\S+)% at most, `noloco` (\S+)%, `factored-gossip` (\S+)% and `gasloc` (\S+)%"
 
 CLAIMS: list[tuple[str, str, Figures]] = [
@@ -149,6 +206,45 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (EVIDENCE, r"its gap to `ddp` grows from (\S+) to (\S+)%", larger("diloco, Muon", 4, "8", "64")),
     (FAILED, r"with Muon from (\S+) to (\S+)% at 8 times", larger("diloco, Muon", 4, "8", "64")),
     (EVIDENCE, r"`noloco` \S+%, from (\S+) to (\S+)%", larger("noloco, Muon", 4, "8", "64")),
+    ("README.md", r"and (\S+)% lower where neither", plain_lower),
+    (METHODS, r"\[(\S+)% lower\]\(../evidence.md#all-methods", plain_lower),
+    (EVIDENCE, r"from (\S+)% above ddp to (\S+)% \|", began_and_ended),
+    (EVIDENCE, r"costs about (\S+)% after 100 rounds", late("800", "kept")),
+    (EVIDENCE, r"after 100 rounds, and (\S+)% after 400 \|", late("3200", "kept")),
+    (EVIDENCE, r"at that length, it is \[(\S+)%\]\(#longer-runs\)", longer(BEST, "800")),
+    (EVIDENCE, r"Muon it is (\d+)% above in this short run", lambda: gaps()[1:2]),
+    (EVIDENCE, r"four times the steps it is (\S+)% at one learning rate and (\S+)%", lambda: gaps()[2:]),
+    (EVIDENCE, r"among all, at 32 by (\d)%", among_all_with_more),
+    (
+        EVIDENCE,
+        r"`diloco` does, in (\d+) to (\d+)% of the time",
+        least_and_most(share("gossip hours", PAIR, ALL, 1, 2, 3)),
+    ),
+    (EVIDENCE, r"takes (\d+)% of the time of averaging among all", share("gossip hours", PAIR, ALL, 5)),
+    (EVIDENCE, r"where it took (\d+)% over equal links", share("gossip hours", PAIR, ALL, 2)),
+    (EVIDENCE, r"takes (\d+)% more time than averaging", more("gossip hours", "factored-gossip", ALL, 5)),
+    (EVIDENCE, r"from each other, and (\d+) to (\d+)% above", least_and_most(above("gossip", "diloco, in pairs"))),
+    (EVIDENCE, r"plain pairs, which end (\d+)% above", more("gossip", "diloco, in pairs", ALL, 4)),
+    (EVIDENCE, r"both lose (\d+) to", larger("diloco, AdamW", 3, "64")),
+    (EVIDENCE, r"both lose \d+ to (\d+)%", larger("ddp, AdamW", 3, "64")),
+    (EVIDENCE, r"`diloco` ends (\d+) to (\d+)% above", least_and_most(larger("diloco, AdamW", 4, *EVERY_BATCH))),
+    (EVIDENCE, r"never sees: (\S+) nats", nats(1, "diloco")),
+    (EVIDENCE, r"never meet have (\S+)\. `ddp`", nats(1, "local")),
+    (EVIDENCE, r"is of all sources, has (\S+)\. ", nats(1, "ddp")),
+    (
+        EVIDENCE,
+        r"across: (\S+) nats with it, (\S+) with half of it, and without it (\S+),",
+        nats(1, "noloco", "noloco, half the pull", "noloco, no pull"),
+    ),
+    (EVIDENCE, r"GASLoC does it better, (\S+)\. ", nats(1, "gasloc")),
+    (EVIDENCE, r"after GASLoC it is better \((\S+)\)", nats(4, "gasloc")),
+    (EVIDENCE, r"replicas that never meet has (\S+)\. So use", nats(4, "local")),
+    (FAILED, r"`dilocox` ended (\S+)% above DiLoCo", lambda: claimed("dilocox")()[1:]),
+    (FAILED, r"`nolocox` (\S+)% above NoLoCo", lambda: claimed("nolocox")()[1:]),
+    (FAILED, r"`eager-diloco` (\S+)% above DiLoCo", eager),
+    (FAILED, r"\[(\S+)% higher\]\(evidence.md#longer-runs\)", part("800", "one value in twenty, every 2")),
+    (FAILED, r"\[(\S+)%\]\(evidence.md#longer-runs\) in 2 bits", part("800", "lengths and directions averaged apart")),
+    (FAILED, r"\[(\d) to (\d)%\]\(evidence.md#more-replicas-at-length\)", rda),
     (
         EVIDENCE,
         r"`noloco` every 50 steps ends (\d)% below",
@@ -158,6 +254,14 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (EVIDENCE, r"every 50 steps, by (\d)% every 100", published("noloco, every 100", "diloco, every 100")),
 ]
 """A page, words on it with figures, and what these are by the tables."""
+
+
+def test_the_page_of_evidence_begins_with_all_of_its_sections_and_the_benches_that_made_them() -> None:
+    before, *sections = text_of(EVIDENCE).split("\n## ")
+    titles = [text.splitlines()[0] for text in sections]
+    listed = re.findall(r"^\| \[(.+?)\]\(#\S+\) \| .+ \| `(\w+)` \|$", before, re.MULTILINE)
+    assert [title for title, _ in listed] == titles[:-1] and titles[-1] == "What these were made on"
+    assert sorted(bench for _, bench in listed) == [name for name, *_ in rows_of("machines")[2:]]
 
 
 @pytest.mark.parametrize(("page", "words", "figures"), CLAIMS, ids=[f"{page}: {words}" for page, words, _ in CLAIMS])
