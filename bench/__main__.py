@@ -26,25 +26,34 @@ def main() -> None:
             list_benches()
         case ["run", name, *arguments] if name in benches():
             run(benches()[name], arguments)
-        case ["run", name, *_]:
+        case ["run", name, *_] if not name.startswith("-"):
             raise SystemExit(f"there is no bench {name!r}; see python -m bench list")
-        case ["page", *file]:
-            from bench.lib.page import write
-
-            print(write(Path(*file) if file else Path("runs", "bench.html")))
+        case ["page"]:
+            write_page(Path("runs", "bench.html"))
+        case ["page", file] if not file.startswith("-"):
+            write_page(Path(file))
         case ["evidence"]:
             from bench.lib.evidence import write as write_evidence
 
             write_evidence()
+        case [*_, "--help" | "-h"]:
+            print(__doc__)
         case _:
             raise SystemExit(__doc__)
 
 
 def list_benches() -> None:
+    longest = max(map(len, benches()))
     for question, group in groupby(benches().values(), key=lambda bench: bench.question):
         print(f"{question}: {docstring_of(ROOT / question / '__init__.py')}")
         for bench in group:
-            print(f"  {bench.name:14} {bench.summary}")
+            print(f"  {bench.name:{longest}} {bench.summary}")
+
+
+def write_page(file: Path) -> None:
+    from bench.lib.page import write
+
+    print(write(file))
 
 
 def run(bench: Bench, arguments: list[str]) -> None:

@@ -57,6 +57,15 @@ def test_an_unknown_bench_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["page", "evidence", "run"])
+def test_a_command_that_is_asked_for_help_says_what_there_is_and_does_nothing(command: str, tmp_path: Path) -> None:
+    process = Python("-m", "bench", command, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT.parent))
+    out, errors = process.communicate(timeout=patience(30))
+    assert process.returncode == 0, errors
+    assert "python -m bench page [FILE]" in out and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
 def test_the_page_has_every_kept_table_and_asks_no_other_file(tmp_path: Path) -> None:
     page = write(tmp_path / "page.html").read_text()
     for path in RESULTS.glob("*.json"):
