@@ -204,6 +204,9 @@ def test_rows_of_which_the_same_gap_is_shown_are_ordered_by_more_than_that_and_i
     assert {one.expected for one in candidates} == {one.most for one in candidates} and len(candidates) > 2
     assert [one.middle for one in candidates] == sorted(one.middle for one in candidates)
     assert "rows that would be more come in the order of how much more" in told(candidates, chosen)
+    head, *lines = told(candidates, chosen).splitlines()
+    assert {"gap", "from", "to"} <= {*head.split()}  # and so the lines call them
+    assert any("gap: as gaps grew" in line and "from: as if" in line and "to: as of" in line for line in lines)
     near = options(link="10gbps", step_ms=5000.0, params=1e5)
     assert "in the order of how much more" not in told(recommend(near), near)
 

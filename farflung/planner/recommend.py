@@ -206,7 +206,7 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         "",
         f"take: farflung train {best.flags} --steps {options.steps}",
         f"expected validation loss: {gap}, in a run of {options.steps:,} steps",
-        f'from: docs/evidence.md, "{best.table}"',
+        f'measured in: docs/evidence.md, "{best.table}"',
     ]
     if best.first > options.steps:
         lines.append(
@@ -215,12 +215,12 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
         )
     elif best.factor > 1:
         lines.append(
-            f"Rounds {figures(best.factor)} times as rare were not measured: the middle is how gaps grew with rarer "
-            "rounds of noloco, the least as if rarer rounds cost nothing, the most that of replicas that never meet."
+            f"Rounds {figures(best.factor)} times as rare were not measured. gap: as gaps grew with rarer rounds "
+            "of noloco; from: as if rarer rounds cost nothing; to: as of replicas that never meet."
         )
     if sum(one.middle > one.most for one in candidates) > 1:
         lines.append(
-            "No gap is shown as more than the most; rows that would be more come in the order of how much more."
+            'No gap is shown as more than is under "to"; rows that would be more come in the order of how much more.'
         )
     if options.replicas > table["replicas"]:
         lines.append(
@@ -240,8 +240,8 @@ def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[s
         yield f"Its gap was measured at {table['steps']} steps; here it closes as those of other rows have done."
     if steps > lengths.longest:
         yield (
-            f"No run was longer than {lengths.longest:,} steps: this is the gap there, and the least is where it would "
-            "be if it went on closing."
+            f"No run was longer than {lengths.longest:,} steps. gap: what it is there; from: where it would be if it "
+            "went on closing."
         )
 
 
