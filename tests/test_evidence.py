@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.lib import evidence
+from bench.lib.plots import name_points, plt
 from bench.lib.runs import Runs
 from bench.lib.search import Axis, Point, compass
 from bench.lib.store import Store
@@ -93,6 +94,18 @@ def test_the_frontier_is_what_nothing_beats(points: list[tuple[float, float]]) -
     for number, (loss, price) in enumerate(points):
         beaten = any(other < loss and theirs <= price for other, theirs in points)
         assert (str(number) in best) is not beaten
+
+
+def test_names_in_a_picture_cover_no_point_and_no_other_name() -> None:
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    points = {"one": (1.0, 1.0), "its twin": (1.0, 1.01), "near": (1.1, 1.0), "far": (9.0, 2.0), "low": (5.0, 0.0)}
+    axes.scatter(*zip(*points.values(), strict=True))
+    name_points(axes, points)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert {text.get_text() for text in axes.texts} == points.keys()
+    assert all(box.count_overlaps(boxes) == 1 for box in boxes)  # itself
+    assert not any(box.contains(*point) for box in boxes for point in axes.transData.transform([*points.values()]))
+    plt.close(figure)
 
 
 def test_a_gap_that_grows_as_log_n_is_predicted_exactly() -> None:

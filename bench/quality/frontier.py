@@ -183,22 +183,26 @@ def plots(store: Store) -> dict[str, Any]:
 
 
 def scatter(axes: Any, rows: Sequence[Row], cost: dict[str, float]) -> None:
-    """Loss against a cost, deviations over seeds as bars, the frontier as a line."""
-    from bench.lib.plots import plt
+    """Loss against a cost, deviations over seeds as bars, the frontier as a line; a row without cost is a line, too."""
+    from bench.lib.plots import MARKERS
 
     best = on_frontier(rows, cost)
     steps = sorted((cost[row.name], mean(row.losses)) for row in rows if row.name in best and cost[row.name])
     axes.step(*zip(*steps, strict=True), where="post", color="0.6", linewidth=1, zorder=0)
     for number, row in enumerate(rows):
         if not cost[row.name]:
-            axes.axhline(mean(row.losses), color=plt.cm.tab20(number), linestyle=":", label=f"{row.name} (0)")
+            axes.axhline(mean(row.losses), color="0.4", linestyle=":")
+            axes.text(
+                1, mean(row.losses), f"{row.name}, 0 ", transform=axes.get_yaxis_transform(), ha="right", va="bottom"
+            )
             continue
         axes.errorbar(
             cost[row.name],
             mean(row.losses),
             yerr=stdev(row.losses) if len(row.losses) > 1 else 0,
-            fmt="o" if row.name in best else "x",
-            color=plt.cm.tab20(number),
+            fmt=MARKERS[number % len(MARKERS)],
+            color=f"C{number}",
+            markerfacecolor=f"C{number}" if row.name in best else "white",
             label=row.name,
         )
     axes.grid(alpha=0.3)
@@ -210,14 +214,15 @@ def draw_bytes(store: Store, path: Path) -> None:
 
 def draw_rows(rows: Sequence[Row], path: Path) -> None:
     """Loss against bytes as a picture."""
-    from bench.lib.plots import plt, save
+    from bench.lib.plots import name_points, plt, save
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     scatter(axes, rows, {row.name: row.megabytes for row in rows})
     axes.set_xscale("log")
-    axes.set_xlabel("MB that one replica sent (dots: on the frontier)")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("MB that one replica sent (filled: on the frontier; dotted: sent nothing)")
     axes.set_ylabel("validation loss, nats a token")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    name_points(axes, {row.name: (row.megabytes, mean(row.losses)) for row in rows if row.megabytes})
     save(figure, path)
 
 
@@ -225,11 +230,13 @@ def draw_hours(store: Store, path: Path) -> None:
     from bench.lib.plots import plt, save
 
     rows = rows_of(store, Options())
-    figure, several = plt.subplots(1, len(RATES), figsize=(13, 4.8), sharey=True, layout="constrained")
+    figure, places = plt.subplots(2, 2, figsize=(9, 8), layout="constrained")
+    *several, corner = places.flat
     for axes, rate in zip(several, RATES, strict=True):
         scatter(axes, rows, {row.name: seconds_of(row.settings, rate) / 3600 for row in rows})
-        axes.set_title(f"{rate} Mbit/s")
+        axes.set_title(f"links of {rate} Mbit/s")
         axes.set_xlabel("simulated hours")
-    several[0].set_ylabel("validation loss, nats a token")
-    several[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set_ylabel("validation loss, nats a token")
+    corner.axis("off")
+    corner.legend(*several[0].get_legend_handles_labels(), title="filled: on the frontier", loc="center")
     save(figure, path)

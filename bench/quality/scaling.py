@@ -141,19 +141,22 @@ def plots(store: Store) -> dict[str, Any]:
 def draw(store: Store, path: Path) -> None:
     from bench.lib.plots import plt, save
 
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    for number, gaps in enumerate(gaps for gaps in all_gaps(store, Options()) if len(gaps.points) > 2):
-        colour = plt.cm.tab10(number)
-        replicas = sorted({number for number, _ in gaps.points})
-        axes.plot(*zip(*gaps.points, strict=True), "o", color=colour, label=f"{gaps.method}, {gaps.batch}")
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    shown = [gaps for gaps in all_gaps(store, Options()) if len(gaps.points) > 2]
+    for number, gaps in enumerate(shown):
+        beside = 2 ** (0.06 * (number - (len(shown) - 1) / 2))  # so that no row's points hide another's
+        replicas, found = zip(*gaps.points, strict=True)
+        style: dict[str, Any] = {"color": f"C{number}", "marker": "osD^"[number % 4]}
+        axes.plot([n * beside for n in replicas], found, linestyle="", label=f"{gaps.method}, {gaps.batch}", **style)
         start, slope = gaps.line(gaps.points)
-        ends = (replicas[0], 256)
-        axes.plot(ends, [start + slope * (n.bit_length() - 1) for n in ends], "--", color=colour, linewidth=1)
+        ends = (min(replicas), 256)
+        axes.plot(ends, [start + slope * math.log2(n) for n in ends], "--", color=style["color"], linewidth=1)
         guess, low, high = gaps.predicted(256)
-        axes.errorbar(256, guess, yerr=[[guess - low], [high - guess]], color=colour, capsize=4)
+        axes.errorbar(256 * beside, guess, yerr=[[guess - low], [high - guess]], capsize=4, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("replicas")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("replicas (a point for each seed; at 256 the lines' ends, 5th to 95th percentile)")
     axes.set_ylabel("gap to ddp, % of its loss")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend()
     save(figure, path)
