@@ -210,6 +210,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (METHODS, r"\[(\S+)% lower\]\(../evidence.md#all-methods", plain_lower),
     (EVIDENCE, r"from (\S+)% above ddp to (\S+)% \|", began_and_ended),
     (EVIDENCE, r"costs about (\S+)% after 100 rounds", late("800", "kept")),
+    (METHODS, r"raises the loss, by (\S+)% after 100", late("800", "kept")),
+    (METHODS, r"and by (\S+)% after \[hundreds", late("3200", "kept")),
     (EVIDENCE, r"after 100 rounds, and (\S+)% after 400 \|", late("3200", "kept")),
     (EVIDENCE, r"at that length, it is \[(\S+)%\]\(#longer-runs\)", longer(BEST, "800")),
     (EVIDENCE, r"Muon it is (\d+)% above in this short run", lambda: gaps()[1:2]),
