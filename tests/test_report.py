@@ -29,7 +29,7 @@ from farflung.report.figures import (
     timeline_figure,
 )
 from farflung.report.live import plain_line, table
-from farflung.report.numbers import nbytes
+from farflung.report.numbers import nbytes, shares
 from farflung.report.read import EventReader, Run
 
 SHORT = [*SMALL, "--network", "simulated", "--replicas", "2", "--steps", "20"]
@@ -574,3 +574,8 @@ def test_a_folder_of_runs_is_reported_as_its_runs(
     assert capsys.readouterr().out == "farflung: report of 2 runs in both.html\n"
     page = (run.parent / "both.html").read_text()
     assert "other" in page and "none" not in re.findall(r"<th[^>]*>([^<]*)", page)
+
+
+def test_what_time_went_to_is_said_in_words() -> None:
+    spent = {"gradients": 6.0, "others": 2.0, "batches": 1.5, "rest": 0.5, "texts": 0.0}
+    assert shares(spent) == "gradients 60%, waiting for others 20%, waiting for data 15%, all else 5%"

@@ -21,6 +21,8 @@ def nbytes(count: float) -> str:
 
 LEAST_SHARE = 0.005
 """Smaller shares are left out."""
+IN_WORDS = {"others": "waiting for others", "batches": "waiting for data", "rest": "all else"}
+"""What events call otherwise than people do."""
 
 
 def shares(seconds: Mapping[str, float]) -> str:
@@ -29,4 +31,4 @@ def shares(seconds: Mapping[str, float]) -> str:
     told = sorted(
         ((spent / whole, what) for what, spent in seconds.items() if spent > LEAST_SHARE * whole), reverse=True
     )
-    return ", ".join(f"{what} {share:.0%}" for share, what in told)
+    return ", ".join(f"{IN_WORDS.get(what, what)} {share:.0%}" for share, what in told)
