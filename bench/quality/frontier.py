@@ -100,6 +100,11 @@ class Row:
         """How many times fewer bytes than float32 gradients every step would have been."""
         return mean(r["ddp_bytes"] / r["bytes_sent"] if r["bytes_sent"] else math.inf for r in self.results.values())
 
+    @property
+    def times_fewer(self) -> str:
+        """The same in a table."""
+        return f"{self.fewer:.3g}×" if math.isfinite(self.fewer) else "∞"
+
 
 def rows_of(store: Store, options: Options) -> list[Row]:
     """All rows of the frontier that there are."""
@@ -135,7 +140,7 @@ def by_bytes(rows: list[Row]) -> Table:
                 around(row.losses),
                 " ".join(f"{loss:.3f}" for loss in row.losses),
                 f"{row.megabytes:.3g}",
-                f"{row.fewer:.3g}×" if row.megabytes else "∞",
+                row.times_fewer,
                 "yes" if row.name in best else "",
                 in_words({key: row.settings[key] for key in searched if key in row.settings}),
             )

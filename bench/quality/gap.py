@@ -185,7 +185,7 @@ def added_table(found: Found) -> Table:
                 around(row.losses),
                 f"{around(changes(row.results, yardsticks['ddp']), 1, '+')} %",
                 f"{around(changes(row.results, best), 1, '+')} %",
-                f"{row.fewer:.3g}×",
+                row.times_fewer,
             )
         )
         if name == PUBLISHED_ROW or added:

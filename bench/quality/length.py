@@ -199,7 +199,7 @@ def by_length(
         chosen = {axis.name: row.settings[axis.name] for axis in SEARCHED}
         gap = "" if way == DDP else f"{around(gaps[way, steps], 2, '+')} %"
         rounds = "" if way == DDP else f"{mean(one['rounds'] for one in results.values()):.0f}"
-        lines.append((str(steps), way, around(row.losses, 4), gap, rounds, f"{row.fewer:.3g}×", in_words(chosen)))
+        lines.append((str(steps), way, around(row.losses, 4), gap, rounds, row.times_fewer, in_words(chosen)))
     columns = ("steps", "method", "loss", "to ddp", "rounds", "fewer bytes", "tuned to")
     return Table(dict.fromkeys(columns, ""), lines)
 
@@ -217,7 +217,7 @@ def _with_each(store: Store, options: Options, steps: int) -> Iterator[tuple[str
         without = tuned(store, way, steps)
         if results and without and ddp:
             change, gap = changes(results, without)[0], changes(results, ddp)[0]
-            fewer = f"{Row(name, settings, results).fewer:.3g}×"
+            fewer = Row(name, settings, results).times_fewer
             yield str(steps), way, name, in_words(PARTS[name]), f"{change:+.2f} %", f"{gap:+.2f} %", fewer
 
 
@@ -228,7 +228,7 @@ def by_rhythm(store: Store, options: Options) -> Table:
         if results:
             row = Row(f"every {every}", settings, results)
             gap = f"{around(changes(results, ddp), 2, '+')} %"
-            lines.append((str(every), around(row.losses, 4), gap, f"{row.fewer:.3g}×"))
+            lines.append((str(every), around(row.losses, 4), gap, row.times_fewer))
     return Table(dict.fromkeys(("steps between means", "loss", "to ddp", "fewer bytes"), ""), lines)
 
 

@@ -7,7 +7,6 @@ made is kept, so that it can be stopped and goes on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def by_bytes(steps: int, rows: dict[str, Row]) -> Table:
             f"{around(gaps, 2, '+')} %" if gaps else "",
             f"{mean(one['rounds'] for one in row.results.values()):.0f}",
             f"{row.megabytes:.3g}",
-            f"{row.fewer:.3g}×" if math.isfinite(row.fewer) else "∞",
+            row.times_fewer,
             "yes" if row.name in best else "",
             in_words({"lr": row.settings["lr"]}),
         )

@@ -73,15 +73,20 @@ def gaps_of(store: Store, options: Options, way: str, steps: int) -> Gaps:
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
     """The gaps by length and replicas, and what a doubling of the replicas adds."""
-    columns = ("gap to ddp, %", *(f"{number} replicas" for number in options.replicas), "a doubling adds")
     found: list[Part] = []
     for steps in options.steps:
-        lines = []
-        for way in options.ways:
-            gaps = gaps_of(store, options, way, steps)
-            if way != DDP and len({number for number, _ in gaps.points}) > 1:
-                cells = (around(each, 2, "+") if (each := gaps.at(n)) else "" for n in options.replicas)
-                lines.append((way, *cells, f"{gaps.line(gaps.points)[1]:+.2f}"))
+        gaps = {way: gaps_of(store, options, way, steps) for way in options.ways if way != DDP}
+        shown = {way: each for way, each in gaps.items() if len({number for number, _ in each.points}) > 1}
+        numbers = [n for n in options.replicas if any(each.at(n) for each in shown.values())]
+        lines = [
+            (
+                way,
+                *(around(found_at, 2, "+") if (found_at := each.at(n)) else "" for n in numbers),
+                f"{each.line(each.points)[1]:+.2f}",
+            )
+            for way, each in shown.items()
+        ]
         if lines:
+            columns = ("gap to ddp, %", *(f"{number} replicas" for number in numbers), "a doubling adds")
             found.append(Table(dict.fromkeys(columns, ""), lines, f"{steps} steps, rounds every 8"))
     return {"long scaling": found}

@@ -17,6 +17,7 @@ from bench.lib.runs import Runs, around, changes, in_words, regime, sound
 from bench.lib.search import AXES, tune_all
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Cell, Part, Table
+from bench.quality.frontier import Row
 
 NOLOCO: Settings = {"method": "noloco", "outer_lr": 0.7, "outer_momentum": 0.5}
 DILOCO: Settings = {"method": "diloco", "outer_lr": 0.7}
@@ -85,8 +86,8 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 def _of_length(store: Store, options: Options, rounds: int) -> Table:
     chosen = {way: store.chosen[name_of(way, rounds)] for way in options.ways if name_of(way, rounds) in store.chosen}
     found = {way: sound(store.results(settings)) for way, settings in chosen.items()}
-    columns = ("method", "loss", "to diloco, every 50", "replicas apart", "tuned to")
-    title = f"{options.replicas} replicas, {rounds * EVERY} steps: {rounds} rounds every {EVERY}"
+    columns = ("method", "loss", "to diloco, every 50", "MB a replica", "replicas apart", "tuned to")
+    title = f"{options.replicas} replicas, {rounds * EVERY} steps"
     rows = [line(way, found, chosen[way]) for way, results in found.items() if results]
     return Table(dict.fromkeys(columns, ""), rows, title)
 
@@ -97,4 +98,4 @@ def line(way: str, found: dict[str, dict[int, Result]], settings: Settings) -> t
     losses = around((one["validation_loss"] for one in own.values()), 4)
     apart = f"{mean(one.get('weight_spread') or 0 for one in own.values()):.4f}"
     change = f"{around(beside, 2, '+')} %" if beside else ""
-    return way, losses, change, apart, in_words({"lr": settings["lr"]})
+    return way, losses, change, f"{Row(way, settings, own).megabytes:.3g}", apart, in_words({"lr": settings["lr"]})
