@@ -16,7 +16,7 @@ from bench.lib.runs import Runs
 from bench.lib.search import Axis, Point, compass
 from bench.lib.store import Store
 from bench.quality import length, transfer
-from bench.quality.frontier import Row, on_frontier
+from bench.quality.frontier import on_frontier
 from bench.quality.scaling import Gaps
 
 AXES = [Axis("lr", step=2.0), Axis("momentum", step=0.2, factor=False, most=0.95)]
@@ -81,15 +81,11 @@ def test_a_run_is_made_once_and_kept(tmp_path: Path) -> None:
         again.chosen_as("other")
 
 
-def row(name: str, loss: float) -> Row:
-    return Row(name, {}, {0: {"validation_loss": loss}})
-
-
 @given(st.lists(st.tuples(st.floats(1, 5), st.floats(0, 100)), min_size=1, max_size=12))
 def test_the_frontier_is_what_nothing_beats(points: list[tuple[float, float]]) -> None:
-    rows = [row(str(number), loss) for number, (loss, _) in enumerate(points)]
+    losses = {str(number): [loss] for number, (loss, _) in enumerate(points)}
     cost = {str(number): cost for number, (_, cost) in enumerate(points)}
-    best = on_frontier(rows, cost)
+    best = on_frontier(losses, cost)
     assert str(min(range(len(points)), key=lambda n: points[n])) in best
     for number, (loss, price) in enumerate(points):
         beaten = any(other < loss and theirs <= price for other, theirs in points)

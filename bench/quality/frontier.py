@@ -7,7 +7,7 @@ cores; first, since other benches begin from what it finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -112,13 +112,22 @@ def rows_of(store: Store, options: Options) -> list[Row]:
     return [Row(name, every, store.results(every)) for name, every in settings.items()]
 
 
-def on_frontier(rows: Sequence[Row], cost: dict[str, float]) -> set[str]:
-    """The rows that no other row beats in both loss and cost."""
-    loss = {row.name: mean(row.losses) for row in rows}
+Values = Mapping[str, Sequence[float]]
+"""What is to be low, by row, then by seed: losses, or gaps."""
+
+
+def losses_of(rows: Sequence[Row]) -> Values:
+    """Each row's losses."""
+    return {row.name: row.losses for row in rows}
+
+
+def on_frontier(values: Values, cost: Mapping[str, float]) -> set[str]:
+    """The rows that no other row beats in both a mean value and cost."""
+    means = {name: mean(each) for name, each in values.items()}
     return {
         name
-        for name in loss
-        if not any(loss[other] < loss[name] and cost[other] <= cost[name] for other in loss if other != name)
+        for name in means
+        if not any(means[other] < means[name] and cost[other] <= cost[name] for other in means if other != name)
     }
 
 
@@ -129,7 +138,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
 
 
 def by_bytes(rows: list[Row]) -> Table:
-    best = on_frontier(rows, {row.name: row.megabytes for row in rows})
+    best = on_frontier(losses_of(rows), {row.name: row.megabytes for row in rows})
     searched = ("lr", "outer_lr", "outer_momentum")
     columns = ("method", "loss", "seed by seed", "MB a replica", "fewer than ddp", "on the frontier", "tuned to")
     return Table(
@@ -172,7 +181,7 @@ def seconds_of(settings: Settings, rate: float) -> float:
 
 def by_hours(rows: list[Row]) -> Table:
     cost = {rate: {row.name: seconds_of(row.settings, rate) for row in rows} for rate in RATES}
-    best = {rate: on_frontier(rows, cost[rate]) for rate in RATES}
+    best = {rate: on_frontier(losses_of(rows), cost[rate]) for rate in RATES}
 
     def hours(row: Row, rate: int) -> str:
         return f"{cost[rate][row.name] / 3600:.4f}" + (" (frontier)" if row.name in best[rate] else "")
@@ -187,47 +196,49 @@ def plots(store: Store) -> dict[str, Any]:
     return {"frontier": partial(draw_bytes, store), "hours": partial(draw_hours, store)}
 
 
-def scatter(axes: Any, rows: Sequence[Row], cost: dict[str, float]) -> None:
-    """Loss against a cost, deviations over seeds as bars, the frontier as a line; a row without cost is a line, too."""
+def scatter(axes: Any, values: Values, cost: Mapping[str, float]) -> None:
+    """Values against a cost: deviations as bars, the frontier as a line; a row without cost is a line, too."""
     from bench.lib.plots import MARKERS
 
-    best = on_frontier(rows, cost)
-    steps = sorted((cost[row.name], mean(row.losses)) for row in rows if row.name in best and cost[row.name])
+    best, means = on_frontier(values, cost), {name: mean(each) for name, each in values.items()}
+    steps = sorted((cost[name], means[name]) for name in best if cost[name])
     axes.step(*zip(*steps, strict=True), where="post", color="0.6", linewidth=1, zorder=0)
-    for number, row in enumerate(rows):
-        if not cost[row.name]:
-            axes.axhline(mean(row.losses), color="0.4", linestyle=":")
-            axes.text(
-                1, mean(row.losses), f"{row.name}, 0 ", transform=axes.get_yaxis_transform(), ha="right", va="bottom"
-            )
+    for number, (name, each) in enumerate(values.items()):
+        if not cost[name]:
+            axes.axhline(means[name], color="0.4", linestyle=":")
+            axes.text(1, means[name], f"{name}, 0 ", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
             continue
         axes.errorbar(
-            cost[row.name],
-            mean(row.losses),
-            yerr=stdev(row.losses) if len(row.losses) > 1 else 0,
+            cost[name],
+            means[name],
+            yerr=stdev(each) if len(each) > 1 else 0,
             fmt=MARKERS[number % len(MARKERS)],
             color=f"C{number}",
-            markerfacecolor=f"C{number}" if row.name in best else "white",
-            label=row.name,
+            markerfacecolor=f"C{number}" if name in best else "white",
+            label=name,
         )
     axes.grid(alpha=0.3)
 
 
+LOSS = "validation loss, nats a token"
+
+
 def draw_bytes(store: Store, path: Path) -> None:
-    draw_rows(rows_of(store, Options()), path)
+    rows = rows_of(store, Options())
+    draw_values(losses_of(rows), {row.name: row.megabytes for row in rows}, LOSS, path)
 
 
-def draw_rows(rows: Sequence[Row], path: Path) -> None:
-    """Loss against bytes as a picture."""
+def draw_values(values: Values, megabytes: Mapping[str, float], label: str, path: Path) -> None:
+    """Values against bytes as a picture."""
     from bench.lib.plots import name_points, plt, save
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    scatter(axes, rows, {row.name: row.megabytes for row in rows})
+    scatter(axes, values, megabytes)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB that one replica sent (filled: on the frontier; dotted: sent nothing)")
-    axes.set_ylabel("validation loss, nats a token")
-    name_points(axes, {row.name: (row.megabytes, mean(row.losses)) for row in rows if row.megabytes})
+    axes.set_ylabel(label)
+    name_points(axes, {name: (megabytes[name], mean(each)) for name, each in values.items() if megabytes[name]})
     save(figure, path)
 
 
@@ -238,10 +249,10 @@ def draw_hours(store: Store, path: Path) -> None:
     figure, places = plt.subplots(2, 2, figsize=(9, 8), layout="constrained")
     *several, corner = places.flat
     for axes, rate in zip(several, RATES, strict=True):
-        scatter(axes, rows, {row.name: seconds_of(row.settings, rate) / 3600 for row in rows})
+        scatter(axes, losses_of(rows), {row.name: seconds_of(row.settings, rate) / 3600 for row in rows})
         axes.set_title(f"links of {rate} Mbit/s")
         axes.set_xlabel("simulated hours")
-        axes.set_ylabel("validation loss, nats a token")
+        axes.set_ylabel(LOSS)
     corner.axis("off")
     corner.legend(*several[0].get_legend_handles_labels(), title="filled: on the frontier", loc="center")
     save(figure, path)

@@ -19,7 +19,7 @@ from bench.lib.runs import Runs, around, changes, in_words, regime
 from bench.lib.search import AXES, WITH_MUON, tune
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
-from bench.quality.frontier import Row, draw_rows, on_frontier
+from bench.quality.frontier import Row, draw_values, on_frontier
 from bench.quality.length import MUON, finite, law
 
 EVERY: Settings = {"every": 8}
@@ -101,16 +101,23 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
     }
 
 
+def gaps_of(rows: dict[str, Row]) -> dict[str, list[float]]:
+    """By how many per cent each is above ddp, seed by seed, so that rows of different seeds can be compared."""
+    ddp = rows["ddp"].results if "ddp" in rows else {}
+    return {name: gaps for name, row in rows.items() if (gaps := changes(row.results, ddp))}
+
+
 def by_bytes(steps: int, rows: dict[str, Row]) -> Table:
-    best = on_frontier(list(rows.values()), {name: row.megabytes for name, row in rows.items()})
+    gaps = gaps_of(rows)
+    best = on_frontier(gaps, {name: row.megabytes for name, row in rows.items()})
     columns = ("method", "loss", "to ddp", "rounds", "MB a replica", "fewer than ddp", "on the frontier", "tuned to")
 
     def line(row: Row) -> tuple[str, ...]:
-        gaps = changes(row.results, rows["ddp"].results) if "ddp" in rows and row.name != "ddp" else []
+        gap = f"{around(gaps[row.name], 2, '+')} %" if row.name in gaps and row.name != "ddp" else ""
         return (
             row.name,
             around(row.losses, 4),
-            f"{around(gaps, 2, '+')} %" if gaps else "",
+            gap,
             f"{mean(one['rounds'] for one in row.results.values()):.0f}",
             f"{row.megabytes:.3g}",
             row.times_fewer,
@@ -153,4 +160,5 @@ def plots(store: Store) -> dict[str, Any]:
 
 def draw(store: Store, path: Path) -> None:
     options = Options()
-    draw_rows(list(rows_of(store, options, options.steps[-1]).values()), path)
+    rows = rows_of(store, options, options.steps[-1])
+    draw_values(gaps_of(rows), {name: row.megabytes for name, row in rows.items()}, "loss above ddp's, %", path)
