@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,6 +286,19 @@ def test_one_that_has_ended_while_it_was_cut_off_is_not_missed() -> None:
     for rounds in others:
         assert len(rounds) == 20 and rounds[-1].landed > 35
         assert {round.outcome for round in rounds} == {"averaged"} and rounds[-1].group == (0, 1, 2)
+
+
+def test_who_finds_others_waiting_in_two_groups_comes_to_the_one_that_all_come_to() -> None:
+    """Replica 3 waits at its last round for 1 and 2, since 0 was cut off when it came; 0 waits there without it."""
+
+    def work(network: SimulatedNetwork) -> list[Round]:
+        return trained(network, methods.diloco(every=10), 100, lambda *_: None)[1]
+
+    slow = of_slow_links(until_s=9.5)
+    conditions = replace(slow, cuts=(*slow.cuts, Cut((0,), 9.5, 15.0)))
+    last = [rounds[-1] for rounds in Simulation(4, conditions).run(work)]
+    assert last[3].started < 15 < min(one.started for one in last[:3])
+    assert sorted(one.outcome for one in last) == ["averaged"] * 3 + ["peer lost"]
 
 
 OF_ALL_KINDS = {

@@ -1,6 +1,7 @@
 """Those who are left at the end of a run agree on who they are, whoever is lost on the way."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
+from problem import inner_steps, small_model
 from processes import SMALL, free_port, run_replicas, same, saved
 from warm import Python
 
+from farflung import methods
+from farflung.methods import Method
 from farflung.networks import Conditions, Group, PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.membership import among_survivors, connected
 from farflung.networks.simulator.conditions import Death
+from farflung.outer import Round
 from farflung.training import checkpoint
 
 
@@ -151,6 +156,24 @@ def test_nobody_waits_for_a_replica_with_fewer_batches(tmp_path: Path) -> None:
     for one in seen[:3]:
         rounds, error, _ = one["fewer"]["gradients"]
         assert len(rounds) == 5 and error == "replica 3 has ended its rounds"
+
+
+@pytest.mark.parametrize("method", [methods.diloco, methods.noloco], ids=["diloco", "noloco"])
+@pytest.mark.parametrize("fewer", [20, 29])
+def test_simulated_replicas_wait_no_deadline_for_one_with_fewer_batches(
+    method: Callable[..., Method], fewer: int
+) -> None:
+    def work(network: SimulatedNetwork) -> list[Round]:
+        model, rounds = small_model(), list[Round]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with method(every=10).attach(model, optimizer, network, on_round=rounds.append) as outer:
+            inner_steps(model, optimizer, network.rank, range(fewer if network.rank == 2 else 60))
+            outer.finish(average_weights=True)
+        return rounds
+
+    for rounds in Simulation(3, Conditions(step_ms=100)).run(work):
+        assert max(round.landed - round.waited_from for round in rounds) < 5
+        assert sum(round.lost for round in rounds) < 3
 
 
 MORTAL = """

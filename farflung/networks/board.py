@@ -30,10 +30,11 @@ def connected_anew(store: Store) -> Store:
 class Words(Protocol):
     """Where a network's replicas leave each other words.
 
-    `tells_of_rounds` says whether each is to say there which rounds it comes to: where members come and go, and it
-    takes no time.
+    `at_once` says whether all know a word as soon as it is left, and looking takes no time; `tells_of_rounds` whether
+    each is to say there which rounds it comes to: where that is so, and members come and go.
     """
 
+    at_once: bool
     tells_of_rounds: bool
 
     def leave(self, topic: str, word: Any) -> None:
@@ -54,7 +55,7 @@ class Board:
         process: this one's.
     """
 
-    tells_of_rounds = False
+    at_once = tells_of_rounds = False
 
     def __init__(self, store: Store, processes: Sequence[int], process: int) -> None:
         self._store = store

@@ -36,6 +36,11 @@ class Word(NamedTuple):
         first, group = self.at.get(series, (round, ()))
         return first < round or (first == round and (rank in group or not group))
 
+    def waits(self, series: str, round: int) -> Group:
+        """With whom it has come to a round; nobody where it is not there."""
+        first, group = self.at.get(series, (-1, ()))
+        return group if first == round else ()
+
 
 class Departures:
     """The replicas that have left a session's rounds, and those that hold them apart while they cannot reach others.
@@ -69,12 +74,21 @@ class Departures:
             self._network.board.leave(self._topic, Word(self._at, next_rounds))
 
     def without(self, members: Group, fragment: int, round: int, beside: str = "") -> Group:
-        """The members but for those of whom all others have learnt that they do not come."""
-        away = self._left(members, fragment, round - 1) + self._ahead(members, _series(fragment, beside), round)
+        """The members but for those of whom all others have learnt that they do not come.
+
+        Where some of them wait already, in groups that this replica is in, it is the same one of these for all.
+        """
+        self._look_if_free()
+        series = _series(fragment, beside)
+        waiting = {self._words[rank].waits(series, round) for rank in members if rank in self._words}
+        if joined := [group for group in waiting if self._network.rank in group and {*group} <= {*members}]:
+            return max(joined, key=lambda group: (len(group), group))
+        away = self._left(members, fragment, round - 1) + self._ahead(members, series, round)
         return tuple(rank for rank in members if rank not in away)
 
     def check(self, group: Group, fragment: int, round: int) -> None:
         """Raises PeerLostError for members of a group that are known not to come to a round."""
+        self._look_if_free()
         if fates := self._fates(group, fragment, round):
             raise PeerLostError(sorted(fates), told_fates(fates))
 
@@ -92,7 +106,7 @@ class Departures:
 
         def gone() -> bool:
             nonlocal look_at
-            if board.tells_of_rounds or now() >= look_at:
+            if board.at_once or now() >= look_at:
                 look_at = now() + LOOK_SECONDS
                 self._look()
             return bool(self._fates(group, fragment, round, beside))
@@ -108,6 +122,10 @@ class Departures:
         finally:
             GONE.reset(token)
 
+    def _look_if_free(self) -> None:
+        if self._network.board and self._network.board.at_once:
+            self._look()
+
     def _look(self, seconds: float = 0.0) -> None:
         if board := self._network.board:
             self._words |= {rank: Word(*word) for rank, word in board.words(self._topic, seconds).items()}
@@ -119,8 +137,6 @@ class Departures:
 
     def _ahead(self, group: Group, series: str, round: int) -> Group:
         """Those who have held a round without this replica, or are holding it."""
-        if self._network.board and self._network.board.tells_of_rounds:
-            self._look()
         own = self._network.rank
         return tuple(r for r in group if r in self._words and not self._words[r].comes(series, round, own))
 

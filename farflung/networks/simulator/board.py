@@ -23,6 +23,8 @@ class SimulatedBoard:
         tells_of_rounds: whether there are cuts.
     """
 
+    at_once = True
+
     def __init__(self, topics: Topics, rank: int, tells_of_rounds: bool) -> None:
         self._topics = topics
         self._rank = rank

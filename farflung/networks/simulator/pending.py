@@ -37,11 +37,11 @@ class SimulatedPending(Generic[T]):
     def wait(self, timeout: float) -> T:
         """See Pending."""
         network, collective = self._network, self._collective
-        began = network.now()
-        if not collective.settled:
+        began, gone = network.now(), GONE.get()
+        if not (collective.settled or (gone and gone())):
             wake = partial(network.simulation.make_ready, network)
             deadline = network.simulation.cluster.clock.at(began + timeout, wake)
-            wakers, gone = (collective.waiting, network.simulation.topics.waiting), GONE.get()
+            wakers = (collective.waiting, network.simulation.topics.waiting)
             for waker in wakers:
                 waker.append(wake)
             network.simulation.block(network)
