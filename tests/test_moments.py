@@ -11,8 +11,9 @@ from torch import Tensor
 
 from farflung import methods
 from farflung.errors import UserError
-from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import AveragedMoments
+from farflung.networks import Conditions, SimulatedNetwork, Simulation
+from farflung.networks.simulator.conditions import Death
+from farflung.outer import AveragedMoments, Round
 
 EVERY, STEPS, REPLICAS = 2, 26, 3
 RHYTHMS = {"exp_avg": 3, "exp_avg_sq": 6}
@@ -50,6 +51,22 @@ def test_each_kind_is_averaged_at_its_own_rhythm() -> None:
     for one, other, plain in zip(seen, wanted, trained({}), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
         assert float((one - plain).norm()) > 20 * float((one - other).norm())
+
+
+def test_after_a_death_nobody_waits_for_the_moments_of_one_that_knew_of_it_before_the_round() -> None:
+    """Replica 2 waits in round 3 when 1 dies, and loses it; 0 comes to it later, and does not count on 1."""
+
+    def work(network: SimulatedNetwork) -> list[Round]:
+        model, rounds = small_model(), list[Round]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with methods.des_loc(every=10).attach(model, optimizer, network, on_round=rounds.append):
+            inner_steps(model, optimizer, network.rank, range(60))
+        return rounds
+
+    conditions = Conditions(step_ms=100, speeds=(0.5, 1, 1), deaths=(Death(1, 5.6),))
+    slow, _, fast = Simulation(3, conditions).run(work)
+    assert [round.round for round in fast if round.lost] == [3] and fast[2].missing == (1,)
+    assert max(round.landed - round.waited_from for round in [*slow, *fast]) < 5
 
 
 def test_what_cannot_be_is_refused() -> None:

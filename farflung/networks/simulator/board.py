@@ -20,7 +20,7 @@ class SimulatedBoard:
     Args:
         topics: which all replicas share.
         rank: this one's.
-        tells_of_rounds: whether there are cuts.
+        tells_of_rounds: whether there are cuts or deaths.
     """
 
     at_once = True

@@ -95,7 +95,7 @@ class SimulatedCluster:
         self._side: dict[int, Side] = {}
         self._members: dict[Side, Group] = {(): self._everyone}
         self._forming: dict[str, list[SimulatedCollective]] = {}
-        self._faulty = bool(conditions.cuts or conditions.deaths)
+        self.faulty = bool(conditions.cuts or conditions.deaths)
         self._came: set[tuple[str, int]] = set()
         self._expected: dict[tuple[str, int], list[SimulatedCollective]] = {}
         self._under_way: dict[SimulatedCollective, None] = {}
@@ -122,7 +122,7 @@ class SimulatedCluster:
         else:
             collective = SimulatedCollective(group, key)
             forming.append(collective)
-            if self._faulty:
+            if self.faulty:
                 self._expect(collective)
         collective.brought[rank] = brings
         self.comes(rank, key, collective)
@@ -148,7 +148,7 @@ class SimulatedCluster:
 
     def comes(self, rank: int, key: str, to: SimulatedCollective | None) -> None:
         """A replica comes to a collective of a key, or to none; those wait in vain who expect it at another."""
-        if self._faulty:
+        if self.faulty:
             self._came.add((key, rank))
             for other in self._expected.pop((key, rank), []):
                 if other is not to:

@@ -209,7 +209,7 @@ class SimulatedNetwork:
         self.rank = rank
         self.traffic = Traffic()
         self.baton = _Baton()
-        self.board = SimulatedBoard(simulation.topics, rank, bool(simulation.conditions.cuts))
+        self.board = SimulatedBoard(simulation.topics, rank, simulation.cluster.faulty)
         self._cluster = simulation.cluster
         self._step_times = StepTimes(simulation.conditions, rank)
         self.timed: TimedNetwork = self

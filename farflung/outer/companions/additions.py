@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class Addition:
         group: who should average it; where replicas come and go, those do who come.
         key: the exchange's.
         round: its number.
+        fragment: whose round it is.
         weight: the message's in the mean; None where all messages weigh the same, which then need not be told.
         kind: equal for all messages that may be averaged; told with the weight.
         beside: what it is, where it may go on when its round is over: see Departures.
@@ -38,6 +40,7 @@ class Addition:
     group: Group
     key: str
     round: int
+    fragment: int
     weight: float | None = None
     kind: str = ""
     beside: str = ""
@@ -57,10 +60,10 @@ def exchanged(loop: OuterLoop, added: Addition, averaging: Averaging) -> Exchang
         return _over(loop, added.alone(Outcome.PEER_LOST, str(lost)))
 
 
-def awaited(loop: OuterLoop, added: Addition, exchange: Exchange, fragment: int) -> Result:
+def awaited(loop: OuterLoop, added: Addition, exchange: Exchange) -> Result:
     """What it comes to: averaged only if it is for all of the replica's processes."""
     try:
-        with loop.departures.watched(added.group, fragment, added.round, added.beside):
+        with _watched(loop, added):
             result = exchange.result.wait(loop.deadline_s)
     except PeerLostError as lost:
         result = added.alone(Outcome.PEER_LOST, str(lost))
@@ -81,7 +84,8 @@ def _among_all(loop: OuterLoop, added: Addition, averaging: Averaging) -> Exchan
     meetings = [Meeting(column.network, group, column.key(added.key), added.round) for column in columns]
     if added.weight is not None:
         told = [each.network.exchange(_fact(added), group, f"{each.key}, told") for each in meetings]
-        words = [{rank: fact_in(word) for rank, word in one.wait(loop.deadline_s).items()} for one in told]
+        with _watched(loop, added):
+            words = [{rank: fact_in(word) for rank, word in one.wait(loop.deadline_s).items()} for one in told]
         if any(kind != added.kind for each in words for _, kind in each.values()):
             return _over(loop, added.alone())
         weights = [{rank: weight for rank, (weight, _) in each.items()} for each in words]
@@ -91,6 +95,10 @@ def _among_all(loop: OuterLoop, added: Addition, averaging: Averaging) -> Exchan
         ]
     start = partial(start_columns, message, group, columns, meetings, not_compared, averaging, now)
     return started(start, message, loop.side, loop.network, now())
+
+
+def _watched(loop: OuterLoop, added: Addition) -> AbstractContextManager[None]:
+    return loop.departures.watched(added.group, added.fragment, added.round, added.beside)
 
 
 def _fact(added: Addition) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Mixing(Along):
         loop.departures.comes(sync.index, round, group or (loop.network.rank,), ANCHORS)
         if group := loop.trained.layout.told(group if len(group) > 1 else ())[0]:
             message = weights.fragment.message(weights.anchor.clone())
-            added = Addition(message, group, loop.key(label), round, beside=ANCHORS)
+            added = Addition(message, group, loop.key(label), round, sync.index, beside=ANCHORS)
             self._under_way[sync.index] = added, exchanged(loop, added, self._averagings[sync.index])
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
@@ -92,7 +92,7 @@ class Mixing(Along):
         """See Along."""
         if sync.index in self._under_way:
             added, exchange = self._under_way.pop(sync.index)
-            result = awaited(self._loop, added, exchange, sync.index)
+            result = awaited(self._loop, added, exchange)
             self._loop.departures.passes(sync.index, added.round, ANCHORS)
             if result.outcome == Outcome.AVERAGED:
                 weights.noted[MIXED] = result.mean

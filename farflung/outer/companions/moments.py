@@ -113,9 +113,9 @@ class Moments(Along):
             message.flat.zero_()
         kind = self._loop.trained.layout.total(moments.digest)
         key = self._loop.key(f"moments of round {round}, fragment {sync.index}")
-        added = Addition(message, group, key, round, float(sound), str(int(kind)))
+        added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)))
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
-        averaged = awaited(self._loop, added, exchange, sync.index)
+        averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
             moments.take(message.like(averaged.mean))
         elif averaged.outcome == Outcome.PEER_LOST:
