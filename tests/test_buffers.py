@@ -21,8 +21,9 @@ from farflung.errors import UserError
 from farflung.hooks import digests
 from farflung.hooks.digests import BLOCK, ROW, digest
 from farflung.methods import Method
-from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import DisagreementError
+from farflung.networks import Conditions, SimulatedNetwork, Simulation
+from farflung.networks.simulator.conditions import Cut, Death
+from farflung.outer import DisagreementError, Round
 
 LOOPS = [lambda: methods.diloco(every=4), lambda: methods.noloco(every=4), methods.ddp]
 
@@ -486,3 +487,30 @@ def test_a_moving_teacher_is_restored_with_its_student(make: Callable[[], Method
 
     one, other = Simulation(2).run(work)
     assert bool(torch.isfinite(one).all() and torch.isfinite(other).all())
+
+
+@pytest.mark.parametrize("make", [lambda: methods.diloco(every=10), lambda: methods.noloco(every=10)])
+@pytest.mark.parametrize(
+    ("conditions", "fewer"),
+    [
+        (Conditions(step_ms=100, latency_ms=500, cuts=(Cut((0, 3), 4.13, 12.92), Cut((1,), 17, 20))), 0),
+        (Conditions(step_ms=100, speeds=(0.7, 1, 1, 0.5), deaths=(Death(1, 5.5),)), 0),
+        (Conditions(step_ms=100), 80),
+    ],
+    ids=["cuts", "a death", "fewer batches"],
+)
+def test_nobody_waits_a_deadline_for_the_buffers_of_one_that_does_not_come(
+    make: Callable[[], Method], conditions: Conditions, fewer: int
+) -> None:
+    def work(network: SimulatedNetwork) -> list[Round]:
+        model, rounds = small_model(), list[Round]()
+        model.append(nn.BatchNorm1d(1))  # type: ignore[operator]
+        optimizer = sgd(model)
+        with make().attach(model, optimizer, network, buffers="round", on_round=rounds.append):
+            inner_steps(model, optimizer, network.rank, range(200 - fewer * (network.rank == 2)))
+        return rounds
+
+    for rounds in filter(None, Simulation(4, conditions).run(work)):
+        assert max(round.landed - round.started for round in rounds) < 20
+        if not fewer:
+            assert not any(round.lost for round in rounds[-3:]), [(one.round, one.reason) for one in rounds]

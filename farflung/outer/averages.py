@@ -14,9 +14,10 @@ import torch
 from farflung.errors import UserError
 from farflung.hooks.buffers import average, real_view
 from farflung.hooks.shards import own_of, reshard
-from farflung.networks import Agree, Group, among_replicas_left
+from farflung.networks import Agree, Group, PeerLostError, among_replicas_left
 from farflung.networks.torchrun import log
 from farflung.networks.transfer import GONE
+from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -63,6 +64,17 @@ class Averages:
         session.meet_islands()
         if session.trained.layout.total(torch.tensor([len(session.averaged_besides())], dtype=torch.float64)):
             self._average("buffers", at_end)
+
+    def buffers_after(self, round: int, result: Result) -> None:
+        """Gives those of a round the mean of their buffers; notes whom that has lost."""
+        session, key = self._session, self._session.key(f"buffers of round {round}")
+        try:
+            with session.departures.watched(result.group, 0, round):
+                average(
+                    session.averaged_besides(), session.network, result.group, key, session.deadline_s, directions=True
+                )
+        except PeerLostError as lost:
+            result.note(Outcome.PEER_LOST, str(lost))
 
     def weights(self, at_end: bool = False) -> None:
         """Gives all replicas the mean of their weights."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from farflung.cells import Cell
-from farflung.hooks.buffers import average
 from farflung.hooks.copies import Copies
 from farflung.hooks.loads import LATE_LOAD
 from farflung.hooks.scaling import unscaled_steps
@@ -271,13 +270,13 @@ class OuterLoop(Session):
             return
         kept = {name: fragment.message(values) for name, values in self._weights[sync.index].alike().items()}
         try:
-            for column in columns:
-                if column.name in result.apart:
-                    parts = {name: message.part(column.cells) for name, message in kept.items()}
-                    own = {name: part.flat for name, part in parts.items()}
+            for column in (one for one in columns if one.name in result.apart):
+                parts = {name: message.part(column.cells) for name, message in kept.items()}
+                own = {name: part.flat for name, part in parts.items()}
+                with self.departures.watched(group, sync.index, pending.round):
                     pace = draw_together(own, pace, column.network, group, column.key(key), self.deadline_s)
-                    for name, part in parts.items():
-                        kept[name].put(part)
+                for name, part in parts.items():
+                    kept[name].put(part)
         except PeerLostError as lost:
             result.note(Outcome.PEER_LOST, str(lost))  # the next round tries again
             return
@@ -315,11 +314,7 @@ class OuterLoop(Session):
         if not sync.absorb(pending, result.mean):
             result.note(Outcome.PEER_LOST, "the mean of the messages is not finite")
         if self._options["buffers"] == "round" and pending.fragment == 0:
-            key = self.key(f"buffers of round {pending.round}")
-            try:
-                average(self.averaged_besides(), self.network, result.group, key, self.deadline_s, directions=True)
-            except PeerLostError as lost:
-                result.note(Outcome.PEER_LOST, str(lost))
+            self.averages.buffers_after(pending.round, result)
 
     def _begin(self) -> None:
         self._replica.begin()

@@ -44,9 +44,10 @@ class Result:
     """Who did not deliver."""
 
     def note(self, outcome: Outcome, reason: str) -> None:
-        """Sets another outcome; earlier reasons are kept."""
+        """Sets another outcome; earlier reasons are kept, each once."""
         self.outcome = outcome
-        self.reason = "; ".join(filter(None, (self.reason, reason)))
+        if reason not in self.reason:
+            self.reason = "; ".join(filter(None, (self.reason, reason)))
 
     def lacks_progress(self, fault: str) -> None:
         """Says why this replica had no progress to offer."""

@@ -133,9 +133,9 @@ class SimulatedCluster:
             self._under_way[collective] = None
             collective.under_way = self.fabric.ways(hops(collective.brought))
             self._next_hop(collective)
-        elif self._gone:
-            gone = [one for one in collective.missing() if one in self._gone]
-            self._give_up_on(collective, gone, {one: DIED if one in self._dead else LEFT for one in gone})
+        else:
+            gone = {one: DIED if one in self._dead else LEFT for one in collective.missing() if one in self._gone}
+            self._give_up_on(collective, {*gone, *self.cut_off_from(rank, group)}, gone)
         return collective
 
     def _expect(self, collective: SimulatedCollective) -> None:
