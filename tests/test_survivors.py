@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
-from problem import inner_steps, small_model
+from problem import flat, inner_steps, small_model
 from processes import SMALL, free_port, run_replicas, same, saved
 from warm import Python
 
@@ -18,7 +18,7 @@ from farflung import methods
 from farflung.methods import Method
 from farflung.networks import Conditions, Group, PeerLostError, SimulatedNetwork, Simulation
 from farflung.networks.membership import among_survivors, connected
-from farflung.networks.simulator.conditions import Death
+from farflung.networks.simulator.conditions import Cut, Death
 from farflung.outer import Round
 from farflung.training import checkpoint
 
@@ -174,6 +174,26 @@ def test_simulated_replicas_wait_no_deadline_for_one_with_fewer_batches(
     for rounds in Simulation(3, Conditions(step_ms=100)).run(work):
         assert max(round.landed - round.waited_from for round in rounds) < 5
         assert sum(round.lost for round in rounds) < 3
+
+
+def test_at_the_end_nobody_waits_for_one_that_came_there_while_they_were_cut_off() -> None:
+    """Replica 0 has fewer batches, and ends while 3 is cut off: it does not count on 3, which need not wait for it."""
+
+    def work(network: SimulatedNetwork) -> tuple[float, torch.Tensor, str]:
+        model, lost = small_model(), ""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with methods.diloco(every=10).attach(model, optimizer, network) as outer:
+            inner_steps(model, optimizer, network.rank, range(30 if network.rank == 0 else 100))
+            try:
+                outer.finish(average_weights=True)
+            except PeerLostError as error:
+                lost = str(error)
+        return network.now(), flat(model), lost
+
+    slow = Conditions(step_ms=100, bandwidth_mbps=8 * flat(small_model()).nbytes / 1e6, cuts=(Cut((3,), 0.5, 9.0),))
+    *together, (ended, _, lost) = Simulation(4, slow).run(work)
+    assert lost == "lost 3 of (0, 1, 2, 3), so the rest end without us" and ended < 60
+    assert all(torch.equal(weights, together[0][1]) and ended < 60 and not lost for ended, weights, lost in together)
 
 
 MORTAL = """

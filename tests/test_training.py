@@ -245,6 +245,16 @@ def test_the_summary_of_a_partition_is_of_its_largest_side_and_names_who_is_miss
 
 
 @pytest.mark.slow
+def test_who_ends_alone_while_it_is_cut_off_leaves_the_summary_to_the_others(tmp_path: Path) -> None:
+    """Replica 2 ends at 2.4 s; the others, whose links are slow, when the cut has healed."""
+    world = tmp_path / "cut.toml"
+    world.write_text("step_ms = 100\nbandwidth_mbps = 5\n[[cuts]]\nreplicas = [2]\nfrom_s = 0.45\nuntil_s = 3\n")
+    summary = run(tmp_path / "run", method="diloco", conditions=str(world))
+    assert summary["missing"] == [2] and 3 < summary["seconds"] < 60
+    assert_means(checkpoint.read(checkpoint.average_of(tmp_path / "run"))["model"], final_weights(tmp_path / "run", 2))
+
+
+@pytest.mark.slow
 def test_who_comes_when_the_others_have_ended_only_says_so(tmp_path: Path) -> None:
     """Replica 1 is slow, and cut off until the others have gone."""
     world = tmp_path / "slow.toml"

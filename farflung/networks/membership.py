@@ -84,7 +84,7 @@ def among_survivors(
     fault = PeerLostError((), "some replicas could not end the run, though all can be reached")
     while True:
         attempt += 1
-        candidates, patience = (before, LONGER) if before else (network.members(), 1.0)
+        candidates, patience = (before, LONGER) if before else (_living(network), 1.0)
         said = _reachable(network, candidates, f"{key} {attempt}", word, patience * seconds)
         group = whole(tuple(said))
         if network.rank not in group:
@@ -103,6 +103,11 @@ def among_survivors(
             result, word = (work(group),), f"done {group}"
         except PeerLostError as error:
             result, word, fault = None, "lost", error
+
+
+def _living(network: Network) -> Group:
+    """The members, and those who are cut off where that is known: these learn that nobody here waits for them."""
+    return tuple(sorted({*network.members(), *getattr(network, "cut_off", ())}))
 
 
 def _reachable(network: Network, candidates: Group, key: str, word: str, seconds: float) -> dict[int, str]:

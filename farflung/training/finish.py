@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,25 +239,42 @@ class Endings:
     """The ends of a simulated run: one for each side of a partition. The largest side's, or else the first, stays."""
 
     def __init__(self) -> None:
-        self._largest = 0
+        self._largest: list[int] = []
+        self._lost: PeerLostError | None = None
 
     def finish(self, trainer: Trainer) -> None:
-        """Ends with the replicas that it can reach; one that comes after the others have gone only says so.
-
-        Raises NoRoomError and PeerLostError.
-        """
+        """Ends with the replicas that it can reach; one without which others end only says so. Raises NoRoomError."""
         try:
-            summary = finish(trainer, lambda ended: ended(trainer.network))
+            summary = finish(trainer, partial(self._together, trainer))
         except PeerLostError as lost:
-            if not self._largest:
-                raise
+            self._lost = lost
             trainer.log.warn(f"ended without the others: {lost}")
             return
         left = [replica for replica in range(trainer.settings.run.replicas) if replica not in summary["missing"]]
-        if trainer.network.rank == left[0] and len(left) > self._largest:
-            self._largest = len(left)
+        if len(left) <= len(self._largest):
+            if left != self._largest:
+                trainer.log.warn(
+                    f"ended without the others: it could not reach {', '.join(map(str, summary['missing']))}"
+                )
+        elif trainer.network.rank == left[0]:
+            self._largest = left
             write_results(trainer, summary, tells=True)
             trainer.show_the_end()
+
+    def check(self) -> None:
+        """Raises PeerLostError where no side has ended."""
+        if self._lost and not self._largest:
+            raise self._lost
+
+    def _together(self, trainer: Trainer, ended: Callable[[Network], Ended]) -> Ended:
+        network, settings = trainer.network, trainer.settings
+        if not (isinstance(network, SimulatedNetwork) and network.simulation.cluster.faulty):
+            return ended(network)
+
+        def work(group: Group) -> Ended:
+            return ended(network.among(group))
+
+        return among_survivors(network, tuple, work, DEADLINES_AT_THE_END * settings.network.deadline)[1]
 
 
 def _keep_trying(write: Callable[[], None], trainer: Trainer, summary: str = "") -> None:

@@ -167,6 +167,7 @@ def run_simulated(settings: Settings, folder: Path, resume: bool) -> None:
 
     with ExitStack() as logs, stopping_on_signals(stop):
         simulation.run(replica)
+        endings.check()
 
 
 @functools.partial(record, error_handler=OneLine())

@@ -7,6 +7,7 @@ timing, and the replicas' code is the same as on a real network.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections import deque
@@ -224,6 +225,17 @@ class SimulatedNetwork:
     def members(self) -> Group:
         """The living whom this replica can reach, also those that have finished: these fail at once."""
         return self._cluster.members(self.rank)
+
+    @property
+    def cut_off(self) -> Group:
+        """The living whom it cannot reach now: an exchange with them is lost at once, for them too when they come."""
+        return tuple(rank for rank in self._cluster.living if rank not in self._cluster.members(self.rank))
+
+    def among(self, group: Group) -> SimulatedNetwork:
+        """The same seat, where only those of a group are members."""
+        seat = copy.copy(self)
+        seat.members = lambda: tuple(rank for rank in self.members() if rank in group)  # type: ignore[method-assign]
+        return seat
 
     def attachment(self) -> int:
         """See Network."""
