@@ -1,5 +1,6 @@
 """The rounds: what the outer loop promises for any model and any optimizer."""
 
+import copy
 import gc
 import io
 import itertools
@@ -182,6 +183,22 @@ def test_awkward_parameters_take_part(delay: int) -> None:
     for name in one:
         assert torch.isfinite(one[name]).all()
         assert torch.equal(one[name], other[name]) == (delay == 0 or name in ("frozen", "empty")), name
+
+
+def test_a_state_goes_round_where_the_first_parameter_is_empty() -> None:
+    def begun() -> tuple[nn.Module, OuterLoop, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"0": nn.Parameter(torch.empty(0, 3)), "1": nn.Parameter(torch.ones(2, 2))})
+        return model, *alone(model, methods.diloco(every=2), lr=0.1)
+
+    one, other = begun(), begun()
+    for step in range(6):
+        if step == 3:
+            for own, given in zip(other, one, strict=True):
+                own.load_state_dict(copy.deepcopy(given.state_dict()))
+        for model, _, optimizer in (one, other)[: 1 + (step > 2)]:
+            model["1"].grad = torch.full((2, 2), step + 1.0)  # type: ignore[index]
+            optimizer.step()
+    assert torch.equal(one[0]["1"], other[0]["1"]) and torch.equal(one[1].anchors[0], other[1].anchors[0])  # type: ignore[index]
 
 
 def test_half_precision_weights_move_by_steps_smaller_than_their_rounding() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from farflung import methods
 from farflung.methods import Method
 from farflung.networks import Network, Simulation, TorchNetwork
-from farflung.outer import MomentumSchedule
+from farflung.outer import AveragedMoments, MomentumSchedule
 
 STEPS, REPLICAS = 14, 3
 
@@ -29,6 +29,9 @@ PARTS: dict[str, Callable[[], Method]] = {
     "gasloc": lambda: methods.gasloc(every=4),
     "factored gossip": lambda: methods.factored_gossip(every=4),
     "moments": lambda: methods.des_loc(every=2),
+    "late moments": lambda: replace(
+        methods.diloco(every=4, delay=2), companions=(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 2))),)
+    ),
     "outer momentum": lambda: replace(methods.diloco(every=4), momentum=MomentumSchedule(0.8, 6, 0.2, STEPS)),
 }
 

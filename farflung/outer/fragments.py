@@ -128,10 +128,11 @@ class Fragment:
         for name in dict.fromkeys(name for one in own for name in one):
             first = next(one[name] for one in own if name in one)
             if isinstance(first, Tensor) and first.dim():
-                copies = first.numel() // next(cell.numel for cell in self.cells if name in cells[cell.name])
+                each = list(zip(self.cells, own, strict=True))
+                copies = next((one[name].numel() // cell.numel for cell, one in each if cell.numel and name in one), 1)
                 parts = [
-                    one[name].view(copies, -1) if name in one else first.new_zeros(copies, cell.numel)
-                    for cell, one in zip(self.cells, own, strict=True)
+                    one[name].view(copies, cell.numel) if name in one else first.new_zeros(copies, cell.numel)
+                    for cell, one in each
                 ]
                 kept[name] = torch.cat(parts, dim=1).flatten()
             else:

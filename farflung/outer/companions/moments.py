@@ -93,6 +93,9 @@ class Moments(Along):
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Notes what there is: a replica that was spoilt has none afterwards."""
+        self._note(weights)
+
+    def _note(self, weights: Weights) -> None:
         names = {parameter: name for name, parameter in weights.fragment.named.items()}
         for optimizer in self._loop.trained.optimizers:
             for group in optimizer.param_groups:
@@ -107,6 +110,7 @@ class Moments(Along):
         group = tuple(rank for rank in result.group if rank not in result.missing)
         if not due or len(group) < 2:
             return
+        self._note(weights)  # one that goes on from a state has not seen the round start
         moments = Due(weights.fragment, self._states(weights), self._kinds, due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
