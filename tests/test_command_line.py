@@ -60,6 +60,10 @@ QUICK = [
             ["recommend", "--link", "1gbps"],
             ["farflung: recommend needs --params and --step-ms; see: farflung recommend --help"],
         ),
+        (
+            ["recommend", "--link", "1gbps", "--step-ms", 1, "--params", "nan"],
+            ["farflung: --params is nan; it must be a finite number"],
+        ),
         (["train", "--learning-rate", 1], ["train has no --learning-rate; did you mean --lr? see: farflung train"]),
         (["train", "--epochs=3"], ["train has no --epochs; did you mean --steps? see: farflung train --help"]),
         (["report", "--epochs", 3], ["report has no --epochs; see: farflung report --help"]),

@@ -225,6 +225,11 @@ def test_its_command_is_one_that_train_takes_and_it_tells_how_thin_the_evidence_
     assert not any(len(line) > 300 for line in text.splitlines())
 
 
+def test_it_tells_of_how_many_parameters_the_evidence_is_also_where_that_is_more() -> None:
+    small, large = (told(recommend(one), one) for one in (options(params=1e3, link="10gbps"), options(params=1e9)))
+    assert "(133 times more than yours)" in small and "(7,494 times fewer than yours)" in large
+
+
 @pytest.mark.parametrize("link", ["fast", "100", "0mbps", "-1mbps", "100 mb", ""])
 def test_a_link_that_is_none_is_refused(link: str) -> None:
     with pytest.raises(UserError, match=f"link is {link!r}; give a bandwidth such as 100mbps"):

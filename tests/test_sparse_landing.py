@@ -126,6 +126,18 @@ def test_a_late_gradient_is_kept_turned_or_shrunk_by_its_cosine_with_the_momentu
     assert turned @ along >= given_one @ along - 1e-9
 
 
+@pytest.mark.parametrize("size", [2.0**-100, 1.0, 2.0**100, 2.0**120])
+@pytest.mark.parametrize("of_momentum", [2.0**-100, 1.0, 2.0**100])
+@pytest.mark.parametrize("momentum", [[-1.0, -2.0, -3.0], [4.0, -3.0, 1.0], [0.0, 0.0, 0.0]])
+def test_a_late_gradient_is_turned_whatever_its_size(size: float, of_momentum: float, momentum: list[float]) -> None:
+    gradient = torch.tensor([1.0, 2.0, 3.0]) * size
+    expected, along = gradient.double(), torch.tensor(momentum) * of_momentum
+    KeepTurned().turn(expected, along.double())
+    KeepTurned().turn(gradient, along)
+    torch.testing.assert_close(gradient / size, (expected / size).float())
+    KeepTurned().turn(torch.empty(0), torch.empty(0))
+
+
 def test_only_late_rounds_are_turned() -> None:
     def trained(merge: str) -> Tensor:
         return Simulation(2).run(replica(lambda: methods.diloco(every=4, delay=4, merge=merge), 20))[0].weights

@@ -165,7 +165,9 @@ def by_flags(line: str, arguments: list[str]) -> str:
         return flag(name) if flag(name) in given or ("_" in name and not of_a_file and name in _settings()) else name
 
     # A name of one word may be a plain word elsewhere.
-    return re.sub(r"(?<![\w/.'-])([a-z]+(?:_[a-z]+)+(?![\w/.'-])|[a-z]+(?= is (?:['\d-]|True|False)))", named, line)
+    return re.sub(
+        r"(?<![\w/.'-])([a-z]+(?:_[a-z]+)+(?![\w/.'-])|[a-z]+(?= is (?:['\d-]|True|False|nan|inf)))", named, line
+    )
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from farflung.codecs.values import rescaled
 from farflung.errors import UserError
 
 Turn = Callable[[Tensor, Tensor], None]
@@ -139,18 +140,31 @@ class KeepTurned:
 
     def turn(self, gradient: Tensor, momentum: Tensor) -> None:
         """See Merge."""
+        if gradient.numel():  # as large as 1 each, since squares of large or small values would leave their range
+            own, of_momentum = _power_of_two(gradient), _power_of_two(momentum)
+            self._turn(gradient.div_(own), momentum / of_momentum, of_momentum / own)
+            rescaled(gradient, own)
+
+    def _turn(self, gradient: Tensor, momentum: Tensor, larger: Tensor) -> None:
+        """See turn; the momentum is so many times larger than it is given."""
         length, other = torch.linalg.vector_norm(gradient), torch.linalg.vector_norm(momentum)
         if not (length > 0 and other > 0):
             return
         along = momentum / other
         cosine = torch.sum(gradient / length * along)
-        share = length / (length + other)
+        share = length / (length + other * larger)
         if cosine < 0:
             most = torch.clamp(-self.shrinking * cosine * share, max=1)
             gradient.sub_(along * (most * cosine * length))
         elif cosine < self.aligned:
             turned = torch.lerp(gradient / length, along, torch.clamp(self.turning * (1 - cosine) * share, max=1))
             gradient.copy_(turned * (length / torch.linalg.vector_norm(turned)))
+
+
+def _power_of_two(tensor: Tensor) -> Tensor:
+    """The largest that is no more than its largest value, or 1: to divide by it rounds nothing."""
+    largest = tensor.abs().amax()
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1), 1)
 
 
 _MERGES: dict[str, Merge] = {

@@ -246,8 +246,10 @@ def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[s
 
 
 def _how_thin(params: float, table: dict[str, Any]) -> str:
+    times = params / table["parameters"]
+    than_yours = f"{figures(times)} times fewer" if times >= 1 else f"{figures(1 / times)} times more"
     return (
         f"This evidence is thin: {table['parameters'] / 1e6:.2f}M parameters "
-        f"({figures(params / table['parameters'])} times fewer than yours), {table['replicas']} replicas. "
+        f"({than_yours} than yours), {table['replicas']} replicas. "
         "Compare two methods for a while on your own model."
     )
