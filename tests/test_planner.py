@@ -196,6 +196,16 @@ def test_nobody_waits_for_one_that_a_cut_has_left_ahead_but_it_for_the_others() 
     assert in_pairs.seconds < 60 and all(times.failed == 0 for times in in_pairs.rounds[-10:])
 
 
+def test_who_comes_when_a_cut_has_healed_joins_those_who_have_waited_for_it_since_before() -> None:
+    """Replicas 0 and 1 wait for 2 from 1 s on, when 3 is cut off; 2 comes at 2 s, when it could wait for 3 as well."""
+    conditions = Conditions(
+        bandwidth_mbps=8, latency_ms=0, step_ms=100, speeds=(1, 1, 0.5, 0.4), cuts=(Cut((3,), 0.5, 1.5),)
+    )
+    rounds = Timer(methods.diloco(every=10), MEGABYTE, conditions, 4, 5, 120).run().rounds
+    assert [times.failed for times in rounds] == [0] * 5
+    assert rounds[0].landed == pytest.approx(2 + 2 * 2 / 3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     method=st.sampled_from([methods.diloco, methods.noloco, partial(methods.noloco, group_size=3), methods.dilocox]),

@@ -19,27 +19,45 @@ LAST_LOOK_SECONDS = 5.0
 """So long a lost round waits for the words, so that all of its members know the same."""
 
 
+Place = tuple[int, Group]
+"""The first round that a replica can still come to, and with whom it has come to that one: nobody before it has."""
+
+
+def those_who_come(members: Group, round: int, own: int, at: Mapping[int, Place]) -> Group:
+    """The members that one may meet in a round, by the places of those that are known; the members themselves if all.
+
+    Where some of them wait already, in groups that it is in, it is the same one of these for all.
+    """
+    places = [at[rank] for rank in members if rank in at]
+    groups = {id(group): group for first, group in places if first == round and group}  # each of many is looked at once
+    apart = {number for number, group in groups.items() if own not in group}
+    if joined := [group for n, group in groups.items() if n not in apart and {*group} <= {*members}]:
+        return max(joined, key=lambda group: (len(group), group))
+    nowhere: Place = (round, ())
+    coming = tuple(
+        rank
+        for rank in members
+        for first, group in [at.get(rank, nowhere)]
+        if first < round or (first == round and id(group) not in apart)
+    )
+    return coming if len(coming) < len(members) else members
+
+
 class Word(NamedTuple):
     """What a replica says of a session's rounds.
 
     Args:
-        at: the first round of each series that it can still come to, and with whom it has come to that one; nobody
-            where it has not come yet.
+        at: its place in each series.
         ends: the first round of each fragment that it cannot come to, since it ends.
     """
 
-    at: Mapping[str, tuple[int, Group]]
+    at: Mapping[str, Place]
     ends: Sequence[int] | None
 
     def comes(self, series: str, round: int, rank: int) -> bool:
         """Whether it can still come to a round in which another replica is."""
         first, group = self.at.get(series, (round, ()))
         return first < round or (first == round and (rank in group or not group))
-
-    def waits(self, series: str, round: int) -> Group:
-        """With whom it has come to a round; nobody where it is not there."""
-        first, group = self.at.get(series, (-1, ()))
-        return group if first == round else ()
 
 
 class Departures:
@@ -55,7 +73,7 @@ class Departures:
     def __init__(self, network: Network, topic: str) -> None:
         self._network = network
         self._topic = f"rounds of {topic}"
-        self._at: dict[str, tuple[int, Group]] = {}
+        self._at: dict[str, Place] = {}
         self._words: dict[int, Word] = {}
 
     def comes(self, fragment: int, round: int, group: Group, beside: str = "") -> None:
@@ -74,17 +92,17 @@ class Departures:
             self._network.board.leave(self._topic, Word(self._at, next_rounds))
 
     def without(self, members: Group, fragment: int, round: int, beside: str = "") -> Group:
-        """The members but for those of whom all others have learnt that they do not come.
-
-        Where some of them wait already, in groups that this replica is in, it is the same one of these for all.
-        """
+        """The members but for those of whom all others have learnt that they do not come: see those_who_come."""
         self._look_if_free()
         series = _series(fragment, beside)
-        waiting = {self._words[rank].waits(series, round) for rank in members if rank in self._words}
-        if joined := [group for group in waiting if self._network.rank in group and {*group} <= {*members}]:
-            return max(joined, key=lambda group: (len(group), group))
-        away = self._left(members, fragment, round - 1) + self._ahead(members, series, round)
-        return tuple(rank for rank in members if rank not in away)
+        at = {rank: word.at[series] for rank, word in self._words.items() if series in word.at}
+        return self.staying(those_who_come(members, round, self._network.rank, at), fragment, round)
+
+    def staying(self, members: Group, fragment: int, round: int) -> Group:
+        """The members but for those of whom all others have learnt that they have ended before a round."""
+        self._look_if_free()
+        left = self._left(members, fragment, round - 1)
+        return tuple(rank for rank in members if rank not in left)
 
     def check(self, group: Group, fragment: int, round: int) -> None:
         """Raises PeerLostError for members of a group that are known not to come to a round."""

@@ -24,6 +24,7 @@ from farflung.networks.simulator.step_times import StepTimes
 from farflung.outer import Method, Topology, traffic_per_hop
 from farflung.outer.clock import SLACK
 from farflung.outer.companions.base import Added
+from farflung.outer.departures import Place, those_who_come
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 
 Replica = Generator["float | SimulatedCollective", None, None]
@@ -31,6 +32,10 @@ Replica = Generator["float | SimulatedCollective", None, None]
 
 Traffic = Callable[[int], tuple[float, ...]]
 """What part of a message each member of a group of so many sends each other, hop after hop."""
+Series = tuple[int, int]
+"""A fragment's rounds, or what is averaged besides, by its number."""
+ROUNDS = -1
+"""The number of the rounds themselves."""
 KNOWN_GROUPS = 100
 """Rounds whose groups are kept, since some replicas are ahead of others."""
 
@@ -140,8 +145,7 @@ class Timer:
         self._result = Timing()
         self._times: dict[tuple[int, int], RoundTimes] = {}
         self._steps: list[int] = []
-        # Where there are cuts: the first round of each fragment that each replica can still come to.
-        self._begins: dict[int, dict[int, int]] = {}
+        self._at: dict[Series, dict[int, Place]] = {}
 
     def run(self) -> Timing:
         """All rounds of all replicas."""
@@ -214,13 +218,14 @@ class Timer:
                         yield due.exchange
                     hidden[due.fragment] = yield from self._average_besides(rank, due)
                     self._note(due, began)
-                    if self.conditions.cuts:
-                        self._begins.setdefault(due.fragment, {})[rank] = due.round + 1
+                    self._comes(rank, due.round + 1, (), (due.fragment, ROUNDS))
                     if self.work:
                         yield self.work
                     continue
                 began = self._cluster.clock.now
                 yield from _unsettled(hidden.pop(due.index, []))
+                for number in range(len(self.besides)):
+                    self._comes(rank, due.rounds, (), (due.index, number))
                 self._result.blocked += self._cluster.clock.now - began
                 rounds.pending.append(self._start(rank, due, step))
                 if due.rounds > last[due.index]:
@@ -253,7 +258,7 @@ class Timer:
         if times is None:
             times = self._times[sync.index, sync.rounds] = RoundTimes(sync.rounds, sync.index)
         times.started = min(times.started, self._cluster.clock.now)
-        group = self._group(rank, label, self.method.topology, self._ahead(sync.index, sync.rounds))
+        group = self._group(rank, label, self.method.topology, sync.rounds, (sync.index, ROUNDS))
         offer = sync.offer(str, len(group))
         share, traffic = offer.message, self._traffic_per_hop
         collective = self._join(rank, group, label, traffic, lambda members: self.message_bytes(members) * share)
@@ -266,7 +271,7 @@ class Timer:
         under_way, hidden = list[SimulatedCollective](), list[SimulatedCollective]()
         for number, added in enumerate(self.besides):
             label = f"besides {number} of round {landed.round} of fragment {landed.fragment}"
-            group = self._group(rank, label, added.topology, self._ahead(landed.fragment, landed.round))
+            group = self._group(rank, label, added.topology, landed.round, (landed.fragment, number))
             if collective := self._join(rank, group, label, self._dense_traffic, partial(self._bytes_besides, added)):
                 (hidden if added.hidden else under_way).append(collective)
         yield from _unsettled(under_way)
@@ -284,14 +289,16 @@ class Timer:
         times.replicas += 1
         self._result.blocked += now - began
 
-    def _ahead(self, fragment: int, round: int) -> set[int]:
-        """Those who have held a round without others, from whom they were cut off; see outer.departures."""
-        return {rank for rank, begins in self._begins.get(fragment, {}).items() if begins > round}
+    def _comes(self, rank: int, round: int, group: Group, series: Series) -> None:
+        """Others may know with whom a replica has come to a round, or that it comes to none before it."""
+        if self._cluster.faulty:
+            self._at.setdefault(series, {})[rank] = round, group
 
-    def _group(self, rank: int, key: str, topology: Topology, ahead: set[int]) -> Group:
+    def _group(self, rank: int, key: str, topology: Topology, round: int, series: Series) -> Group:
+        """With whom a replica comes to a round: as in outer.departures."""
         members = self._cluster.members(rank)
-        if ahead and topology.identical:
-            members = tuple(one for one in members if one not in ahead)
+        if topology.identical and self._cluster.faulty:
+            members = those_who_come(members, round, rank, self._at.get(series, {}))
         known, groups = self._groups.get(key, (None, {}))
         if known is not members:
             chosen = topology.groups(members, key)
@@ -299,7 +306,9 @@ class Timer:
             self._groups[key] = members, groups
             if len(self._groups) > KNOWN_GROUPS:
                 del self._groups[next(iter(self._groups))]
-        return groups.get(rank, ())
+        group = groups.get(rank, ())
+        self._comes(rank, round, group or (rank,), series)
+        return group
 
     def _join(
         self, rank: int, group: Group, label: str, traffic: Traffic, message_bytes: Callable[[int], float]

@@ -67,7 +67,7 @@ class Mixing(Along):
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Sends the new anchor on its way."""
         loop, label = self._loop, f"anchors after round {round} of fragment {sync.index}"
-        members = loop.departures.without(loop.holding(sync), sync.index, sync.rounds)
+        members = loop.departures.staying(loop.holding(sync), sync.index, sync.rounds)
         members = loop.departures.without(members, sync.index, round, ANCHORS)
         group = group_of(loop.network.rank, self._topology.groups(members, label))
         loop.departures.comes(sync.index, round, group or (loop.network.rank,), ANCHORS)
