@@ -212,6 +212,7 @@ class SimulatedNetwork:
         self.baton = _Baton()
         self.board = SimulatedBoard(simulation.topics, rank, simulation.cluster.faulty)
         self._cluster = simulation.cluster
+        self._within: Group | None = None
         self._step_times = StepTimes(simulation.conditions, rank)
         self.timed: TimedNetwork = self
         self._attachments = itertools.count()
@@ -224,7 +225,8 @@ class SimulatedNetwork:
 
     def members(self) -> Group:
         """The living whom this replica can reach, also those that have finished: these fail at once."""
-        return self._cluster.members(self.rank)
+        reached = self._cluster.members(self.rank)
+        return reached if self._within is None else tuple(rank for rank in reached if rank in self._within)
 
     @property
     def cut_off(self) -> Group:
@@ -234,7 +236,7 @@ class SimulatedNetwork:
     def among(self, group: Group) -> SimulatedNetwork:
         """The same seat, where only those of a group are members."""
         seat = copy.copy(self)
-        seat.members = lambda: tuple(rank for rank in self.members() if rank in group)  # type: ignore[method-assign]
+        seat._within = group
         return seat
 
     def attachment(self) -> int:
