@@ -166,6 +166,20 @@ def among_all_with_more() -> list[float]:
     return [100 - 100 * many / few]
 
 
+def larger_model() -> list[float]:
+    """By how many per cent two rows are above ddp, each on the model that they were tuned on and on a larger one."""
+    gap = {
+        (name, column): 100 * (number(cell("transfer", column, name)) / number(cell("transfer", column, "ddp")) - 1)
+        for name in ("diloco, every 20", "noloco, every 5")
+        for column in (1, 3)
+    }
+    return [*gap.values()]
+
+
+def rank_correlation() -> list[float]:
+    return [number(cell("transfer ranks", 2, "tiny as tuned"))]
+
+
 ALL, PAIR = "diloco, among all", "noloco"
 EVERY_BATCH = ("8", "16", "32", "64")
 GOSSIP_MISSED = r"averaging among all (\S+)% at most, `noloco` (\S+)%, `factored-gossip` (\S+)% and `gasloc` (\S+)%"
@@ -178,8 +192,17 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ("README.md", r"(\S+)% after 800 and after 3200", longer(BEST, "3200")),
     (METHODS, r"(\S+)% above after 200 steps, and (\S+)% after 800", longer(BEST, "200", "800")),
     (METHODS, r"(\S+)% after 800 and after 3200", longer(BEST, "3200")),
-    (EVIDENCE, r"(\S+)% above ddp after 28 rounds, (\S+)% after 109, and still (\S+)%", longer(BEST, *THREE)),
-    (EVIDENCE, r"goes on closing: (\S+)%, (\S+)%, and (\S+)%", longer(PAIRS, *THREE)),
+    (
+        EVIDENCE,
+        r"is nearest at first: (\S+)%, then (\S+)% after 109 rounds; but still (\S+)% after 435",
+        longer(BEST, *THREE),
+    ),
+    (
+        EVIDENCE,
+        r"closing: (\S+)%, (\S+)%, (\S+)% after 640 rounds, and (\S+)% after 2560",
+        longer(PAIRS, *THREE, "12800"),
+    ),
+    (FAILED, r"after 12,800, NoLoCo (\S+)% \(one seed\)", longer(PAIRS, "12800")),
     (FAILED, r"\[(\S+) and \S+%\]\(evidence.md#longer-runs\)", longer(BEST, "3200")),
     (FAILED, r"\[\S+ and (\S+)%\]\(evidence.md#longer-runs\)", longer(PAIRS, "3200")),
     (METHODS, r"(\S+)% below that of ddp with AdamW, and (\S+)% .*? is (\S+)% above the latter, or (\S+)%", gaps),
@@ -254,6 +277,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (EVIDENCE, r"ahead: by (\d)% every 50 steps", published("noloco, every 50", "diloco, every 50")),
     (EVIDENCE, r"every 50 steps, by (\d)% every 100", published("noloco, every 100", "diloco, every 100")),
+    (EVIDENCE, r"(\d+)% above ddp on `micro` and (\d+)% on `tiny`, `noloco` every 5 (\d+)% and (\d+)%", larger_model),
+    (EVIDENCE, r"the correlation of the ranks is (0\.\d+), and no row moves by more than two", rank_correlation),
 ]
 """A page, words on it with figures, and what these are by the tables."""
 

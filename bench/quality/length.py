@@ -239,5 +239,5 @@ def law(way: str, points: Sequence[tuple[int, float]], sought: float = 1.0) -> t
         return None
     steps, values = zip(*positive, strict=True)
     slope, start = np.polyfit(np.log(steps), np.log(values), 1)
-    reached = f"{math.exp((math.log(sought) - start) / slope):,.0f}" if slope < 0 else "never"
+    reached = f"{float(f'{math.exp((math.log(sought) - start) / slope):.2g}'):,.0f}" if slope < 0 else "never"
     return way, f"{math.exp(start):.3g} · steps^{slope:.2f}", reached
