@@ -194,6 +194,14 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (METHODS, r"(\S+)% after 800 and after 3200", longer(BEST, "3200")),
     (
         EVIDENCE,
+        r"106 times fewer bytes, raise it by (\S+)%",
+        part("3200", "0.975, a late average, and statistical levels"),
+    ),
+    (METHODS, r"after 12,800, on one seed, (\S+)%", longer(BEST, "12800")),
+    (METHODS, r"after 12,800, on one seed, (\S+)%", longer(PAIRS, "12800")),
+    ("README.md", r"(\S+)% after 12,800 \(one seed\)", longer(BEST, "12800")),
+    (
+        EVIDENCE,
         r"nearer at first: (\S+)%, (\S+)% after 109 rounds, still (\S+)% after 435, and (\S+)% after 1741",
         longer(BEST, *THREE, "12800"),
     ),
