@@ -104,6 +104,15 @@ def test_names_in_a_picture_cover_no_point_and_no_other_name() -> None:
     plt.close(figure)
 
 
+def test_a_point_in_a_crowd_has_a_name_too() -> None:
+    figure, axes = plt.subplots(figsize=(2, 2), layout="constrained")
+    points = {f"one of too many, {number}": (1.0, 1.0) for number in range(30)}
+    axes.scatter(*zip(*points.values(), strict=True))
+    name_points(axes, points)
+    assert [text.get_text() for text in axes.texts] == [*points]
+    plt.close(figure)
+
+
 def test_a_gap_that_grows_as_log_n_is_predicted_exactly() -> None:
     exact = Gaps("", "", [(n, 3 + 2 * math.log2(n)) for n in (4, 8, 16, 32) for _ in range(2)])
     assert exact.predicted(256) == pytest.approx((19, 19, 19))

@@ -28,7 +28,10 @@ UP = {"center": 0, "bottom": WIDE, "top": -WIDE}
 
 
 def name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Writes each point's name beside it, where it covers no point and no other name, from the lowest point up."""
+    """Writes each point's name beside it, from the lowest point up, where it covers no point and no other name.
+
+    Where there is no such place, it covers some: a point without a name would say nothing.
+    """
     axes.figure.draw_without_rendering()
     half = WIDE / 2 * axes.figure.dpi / 72
     middles = axes.transData.transform([*points.values()])
@@ -44,6 +47,8 @@ def name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
                 taken.append(box)
                 break
             text.remove()
+        else:
+            axes.annotate(name, point, (WIDE, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -95,11 +95,10 @@ def _of_all_methods() -> Iterator[tuple[int, dict[str, Any]]]:
     """Lengths and rows of the frontier in longer runs."""
     store, options = Store("long_frontier"), long_frontier.Options()
     for steps in options.steps:
-        found = long_frontier.rows_of(store, options, steps)
-        for name, row in found.items():
-            gaps = changes(row.results, found["ddp"].results)
+        rows = long_frontier.rows_of(store, options, steps)
+        for name, gaps in long_frontier.gaps_of(rows).items():
             if name not in ("ddp", "local") and len(gaps) > 1:
-                yield steps, _row("All methods at length", row.settings, gaps)
+                yield steps, _row("All methods at length", rows[name].settings, gaps)
 
 
 def _by_length(measured: Iterable[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from bench.lib.runs import Runs, around, changes, regime
 from bench.lib.store import Settings, Store
 from bench.lib.table import Part, Table
-from bench.quality.length import finite
+from bench.quality.length import DDP, finite
 from bench.quality.scaling import Gaps
 
-DDP = "ddp"
 WAYS: dict[str, tuple[str, Settings]] = {
     DDP: (DDP, {}),
     "diloco": ("diloco", {}),

@@ -37,7 +37,7 @@ EVERY = 50
 @dataclass(frozen=True)
 class Options:
     rounds: tuple[int, ...] = (16, 64, 250)
-    """Lengths, the shortest first: so many times 50 steps."""
+    """Lengths: so many times 50 steps."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each row for each; the search uses the first."""
     budget: int = 5
@@ -60,7 +60,7 @@ SMOKE = Options(rounds=(2, 4), seeds=(0,), budget=1, replicas=2, ways=("diloco, 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
     with Runs(store, {}) as runs:
-        first, *longer = options.rounds
+        first, *longer = sorted(options.rounds)
         rows = {name_of(way, first): options.of(way, first) for way in options.ways}
         tuned = tune_all(runs, rows, options.budget, options.seeds, AXES[:1])
         started = []

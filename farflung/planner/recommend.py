@@ -45,6 +45,11 @@ class Known(NamedTuple):
     gap: Gap
     alone: float
 
+    @property
+    def pays(self) -> bool:
+        """Whether it is better than never to meet."""
+        return self.gap.middle < self.alone
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -95,7 +100,8 @@ def recommend(options: RecommendOptions) -> list[Candidate]:
     """
     table = measured()
     growth = growth_of(table["rows"])
-    useful = _at_length(table, options.steps)
+    wider = side_of(options.params) / side_of(table["parameters"])
+    useful = [row._replace(settings=_as_wide(row.settings, wider)) for row in _at_length(table, options.steps)]
     found = [one for one in (_candidate(row, growth, options) for row in useful) if one]
     if not found:
         raise UserError(
@@ -120,12 +126,12 @@ def _at_length(table: dict[str, Any], steps: int) -> list[Known]:
     (apart,), closing = lengths.closing([never]), lengths.closing(longer)
     alone = lengths.gap(never).middle
     known = [Known(row["settings"], row["table"], lengths.gap(row), alone) for row in longer]
-    known = [row for row in known if row.gap.middle < row.alone]
+    known = [row for row in known if row.pays]
     kinds, alone = {_kind(row.settings) for row in known}, mean(table["alone"]) / 100 * apart
     shorter = [
         Known(row["settings"], row["table"], measured_gap(row["gaps"]).times(closing), alone) for row in table["rows"]
     ]
-    return known + [row for row in shorter if row.gap.middle < row.alone and _kind(row.settings) not in kinds]
+    return known + [row for row in shorter if row.pays and _kind(row.settings) not in kinds]
 
 
 def _kind(settings: dict[str, Any]) -> str:
@@ -146,7 +152,7 @@ def growth_of(rows: Sequence[dict[str, Any]]) -> float:
 
 def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidate | None:
     """A row with rounds as rare as the links need them; None where that is too rare."""
-    settings, gap, factor = _as_wide(row.settings, options.params), row.gap, 1.0
+    settings, gap, factor = row.settings, row.gap, 1.0
     while True:
         stretched = settings | {n: math.ceil(settings[n] * factor) for n in OF_LINKS if n in settings}
         computing, sent = _timed(stretched, options)
@@ -164,11 +170,10 @@ def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidat
     return Candidate(stretched, row.table, factor, computing, middle, least, most, sent, first)
 
 
-def _as_wide(settings: dict[str, Any], params: float) -> dict[str, Any]:
-    """Settings with which a model of so many parameters sends as large a part of its matrices as was measured."""
+def _as_wide(settings: dict[str, Any], wider: float) -> dict[str, Any]:
+    """Settings with which a model so many times wider sends as large a part of its matrices as was measured."""
     if "codec" not in settings:
         return settings
-    wider = side_of(params) / side_of(measured()["parameters"])
     codec = re.sub(r"(?<=lowrank)\d+", lambda rank: str(max(round(int(rank[0]) * wider), 1)), settings["codec"])
     return settings | {"codec": codec}
 

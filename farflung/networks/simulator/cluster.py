@@ -133,7 +133,7 @@ class SimulatedCluster:
             self._under_way[collective] = None
             collective.under_way = self.fabric.ways(hops(collective.brought))
             self._next_hop(collective)
-        else:
+        elif self._gone or self._side:  # who is missing is looked for by each of thousands
             gone = {one: DIED if one in self._dead else LEFT for one in collective.missing() if one in self._gone}
             self._give_up_on(collective, {*gone, *self.cut_off_from(rank, group)}, gone)
         return collective

@@ -231,7 +231,8 @@ class SimulatedNetwork:
     @property
     def cut_off(self) -> Group:
         """The living whom it cannot reach now: an exchange with them is lost at once, for them too when they come."""
-        return tuple(rank for rank in self._cluster.living if rank not in self._cluster.members(self.rank))
+        reached = {*self._cluster.members(self.rank)}
+        return tuple(rank for rank in self._cluster.living if rank not in reached)
 
     def among(self, group: Group) -> SimulatedNetwork:
         """The same seat, where only those of a group are members."""
