@@ -184,15 +184,14 @@ def _loss(mixture: Mixture, folder: Path, sequences: Tensor, tokenizer: Tokenize
 def _expert(mixture: Mixture, folder: Path, tokenizer: Tokenizer) -> Any:
     """A model in evaluation mode. Raises UserError for one of other tokens, of too few at once, or of no text."""
     if not any((folder / name).exists() for name in FILES):
-        raise UserError(
-            f"{folder} holds no model of text, as it has no tokenizer; train that expert on its own part of the mixture"
-        )
+        raise UserError(f"{folder} holds no model of text, as it has no tokenizer; train it on the mixture's own text")
     if not Pretrained(str(folder)).alike(tokenizer):
         raise UserError(
-            f"{folder} has other tokens than the mixture, whose text was split with another tokenizer; train that "
-            "expert on its own part of the mixture"
+            f"{folder} has other tokens than the mixture, whose text was split with another tokenizer; train it on the "
+            "mixture's own text"
         )
-    model, length = _model(folder, "export that run again, or train it again"), mixture.sequence_length
+    model = _model(folder, "export that run again, train it again, or give another model")
+    length = mixture.sequence_length
     if (longest := getattr(model.config, "max_position_embeddings", None) or length) < length:
         raise UserError(
             f"{folder} reads at most {longest} tokens, and the mixture's sequences have {length}; train it with "

@@ -159,14 +159,14 @@ def loaded(folder: Path, form: Form) -> Any:
         size = model.config.in_channels, *model.config.sample_size
     except UNREADABLE as error:
         raise UserError(
-            f"{folder} holds no network that draws; train that expert on its own part of the mixture, with "
+            f"{folder} holds no network that draws; train it on the mixture's own pictures, with "
             "farflung train --workload images"
         ) from error
     if (*classes,) != form.classes or size != form.shape:
         raise UserError(
             f"{folder} draws {'×'.join(map(str, size))} pixels of {len(classes)} classes, and the mixture "
-            f"{'×'.join(map(str, form.shape))} of {len(form.classes)}, maybe others; train that expert on its own part "
-            "of the mixture"
+            f"{'×'.join(map(str, form.shape))} of {len(form.classes)}, maybe others; train it on the mixture's own "
+            "pictures"
         )
     return model
 
