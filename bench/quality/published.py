@@ -80,16 +80,15 @@ def name_of(way: str, rounds: int) -> str:
 
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
     """The rows of each length, beside DiLoCo's with as many rounds as NoLoCo's."""
-    return {"published": [table for rounds in options.rounds if (table := _of_length(store, options, rounds)).rows]}
+    columns = ("steps", "method", "loss", "to diloco, every 50", "MB a replica", "replicas apart", "tuned to")
+    rows = [row for rounds in sorted(options.rounds) for row in _of_length(store, options, rounds)]
+    return {"published": [Table(dict.fromkeys(columns, ""), rows, f"{options.replicas} replicas")]}
 
 
-def _of_length(store: Store, options: Options, rounds: int) -> Table:
+def _of_length(store: Store, options: Options, rounds: int) -> list[tuple[Cell, ...]]:
     chosen = {way: store.chosen[name_of(way, rounds)] for way in options.ways if name_of(way, rounds) in store.chosen}
     found = {way: sound(store.results(settings)) for way, settings in chosen.items()}
-    columns = ("method", "loss", "to diloco, every 50", "MB a replica", "replicas apart", "tuned to")
-    title = f"{options.replicas} replicas, {rounds * EVERY} steps"
-    rows = [line(way, found, chosen[way]) for way, results in found.items() if results]
-    return Table(dict.fromkeys(columns, ""), rows, title)
+    return [(f"{rounds * EVERY}", *line(way, found, chosen[way])) for way, results in found.items() if results]
 
 
 def line(way: str, found: dict[str, dict[int, Result]], settings: Settings) -> tuple[Cell, ...]:
