@@ -225,6 +225,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"cost (\S+)% after 100 rounds", late("800", "kept")),
     (FAILED, r"and (\S+) ± (\S+)% after 400\]", late("3200", "kept", spread=True)),
     (FAILED, r"eager ones (\d+)% after 100", late("800", "eager")),
+    (CHOOSE, r"to (\S+)% in 3200 steps, and to (\S+)% in 12,800", longer(PAIRS, "3200", "12800")),
     (CHOOSE, r"\[cost (\S+) ± (\S+)%\]", late("3200", "kept", spread=True)),
     (FAILED, r"\[(\d)% worse\]\(evidence.md#unlike-data\)", unlike),
     (CHOOSE, r"\[within (\S+)%\]\(../evidence.md#gossip\)", hidden),

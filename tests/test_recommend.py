@@ -14,7 +14,7 @@ import pytest
 from bench.lib import recommended
 from farflung.errors import UserError
 from farflung.planner import recommend as room
-from farflung.planner.lengths import Gap, Lengths
+from farflung.planner.lengths import Lengths
 from farflung.planner.options import RecommendOptions
 from farflung.planner.recommend import growth_of, measured, recommend, told
 from farflung.settings import Settings
@@ -37,11 +37,7 @@ def test_gaps_are_those_of_the_page_of_evidence() -> None:
         assert f"\n## {row['table']}\n" in page
 
 
-def row_of(**gaps: list[float]) -> dict[str, Any]:
-    return {"gaps": {length.removeprefix("at_"): values for length, values in gaps.items()}}
-
-
-FOUR_TIMES_AS_LONG = row_of(at_100=[9.0, 11.0], at_400=[4.0, 6.0])
+FOUR_TIMES_AS_LONG = {"100": [9.0, 11.0], "400": [4.0, 6.0]}
 
 
 @pytest.mark.parametrize(
@@ -52,10 +48,30 @@ FOUR_TIMES_AS_LONG = row_of(at_100=[9.0, 11.0], at_400=[4.0, 6.0])
 def test_a_gap_between_two_lengths_is_on_a_line_of_logarithms_and_beyond_them_that_of_the_nearest(
     steps: int, middle: float
 ) -> None:
-    gap, spread = Lengths([FOUR_TIMES_AS_LONG], steps).gap(FOUR_TIMES_AS_LONG), 2 * 2**0.5 / 100
+    gap, spread = Lengths([FOUR_TIMES_AS_LONG]).gap(FOUR_TIMES_AS_LONG, steps), 2 * 2**0.5 / 100
     assert gap.middle == pytest.approx(middle) and gap.most == pytest.approx(middle + spread)
     # Four times as long, a power law through 10 and 5 has halved it again.
     assert gap.least == pytest.approx((middle - spread) * (0.5 if steps == 1600 else 1))
+
+
+def test_a_length_of_one_seed_has_the_deviation_of_the_one_before_it() -> None:
+    row = FOUR_TIMES_AS_LONG | {"1600": [3.0]}
+    gap, spread = Lengths([row]).gap(row, 1600), 2 * 2**0.5 / 100
+    assert (gap.middle, gap.least, gap.most) == pytest.approx((0.03, 0.03 - spread, 0.03 + spread))
+
+
+def test_a_row_closes_in_runs_longer_than_its_own_as_those_that_were_measured_at_its_longest_and_beyond() -> None:
+    rows: list[dict[str, list[float]]] = [
+        {"100": [10.0, 10.0], "400": [8.0, 8.0], "1600": [4.0, 4.0]},  # halves
+        {"400": [20.0, 20.0], "1600": [18.0, 18.0]},  # was not there at 100
+        {"400": [5.0, 5.0]},  # says nothing of longer runs
+        {"1600": [1.0, 1.0], "6400": [0.1, 0.1]},  # was not there at 400
+    ]
+    gap = Lengths(rows).gap({"100": [19.0, 21.0], "400": [9.0, 11.0]}, 1600)
+    spread = 2 * 2**0.5 / 100
+    assert gap.middle == pytest.approx(0.10 * (0.5 + 0.9) / 2)
+    assert (gap.least, gap.most) == pytest.approx(((0.10 - spread) * 0.5, (0.10 + spread) * 0.9))
+    assert Lengths(rows).gap({"100": [20.0, 20.0]}, 400).middle == pytest.approx(0.20 * 0.8)
 
 
 def test_replicas_that_never_meet_have_the_gap_of_the_longest_run_also_where_that_is_of_one_seed() -> None:
@@ -65,18 +81,11 @@ def test_replicas_that_never_meet_have_the_gap_of_the_longest_run_also_where_tha
     assert f"{candidates[0].most:.1%}" == f"{float(gap):.1f}%"
 
 
-def test_a_gap_that_has_closed_altogether_is_not_logged() -> None:
-    row = row_of(at_100=[9.0, 11.0], at_400=[-1.0, 1.0])
-    assert Lengths([row], 1600).gap(row).middle == 0
-    assert Lengths([row], 1600).closing([row]) == [0]
-
-
-def test_a_row_of_one_length_closes_as_any_of_those_of_several() -> None:
-    rows = [FOUR_TIMES_AS_LONG, row_of(at_100=[20.0, 20.0], at_400=[18.0, 18.0])]
-    closing = Lengths(rows, 400).closing(rows)
-    assert closing == pytest.approx([0.5, 0.9])
-    gap = Gap(0.2, 0.1, 0.3).times(closing)
-    assert (gap.middle, gap.least, gap.most) == pytest.approx((0.14, 0.05, 0.27))
+def test_a_gap_that_has_closed_altogether_is_not_logged_and_nothing_closes_as_one_that_was_none() -> None:
+    row = {"100": [9.0, 11.0], "400": [-1.0, 1.0]}
+    assert Lengths([row]).gap(row, 1600).middle == 0
+    closed = {"400": [-1.0, 1.0], "1600": [2.0, 2.0]}
+    assert Lengths([row, closed]).gap(row, 1600).middle == 0
 
 
 def test_longer_runs_promise_smaller_gaps_and_say_how_they_are_known() -> None:
@@ -128,7 +137,7 @@ def test_a_low_rank_is_as_large_a_part_of_a_wider_model_as_it_was_of_the_measure
     for wider in (1, 2, 20):  # a matrix that is twice as wide has four times the values, and there are twice as many
         params = measured()["parameters"] * wider**3
         found = recommend(options(link="1000gbps", params=params))
-        (one,) = [one for one in found if one.settings["method"] == "dilocox"]
+        one = next(one for one in found if one.settings["method"] == "dilocox")
         (wide,) = re.findall(r"ef-lowrank(\d+)-int4", one.settings["codec"])
         assert int(wide) == pytest.approx(rank * wider, rel=0.01)  # sides are whole numbers
         shares.append(one.sent / params)

@@ -78,21 +78,19 @@ def _of_a_doubling() -> float:
 
 
 def _longer() -> list[dict[str, Any]]:
-    """The rows of longer runs, with their gaps at each length: on several seeds, but where replicas never meet.
-
-    Of those only the middle counts, for which one seed will do.
-    """
+    """The rows of longer runs, with their gaps at each length, also where that is of one seed."""
     store, options = Store("length"), length.Options()
-    found, rows = length.measured(store, options), list[tuple[int, dict[str, Any]]]()
-    for (way, steps), results in found.items():
-        gaps = changes(results, found[length.DDP, steps])
-        if way != length.DDP and (len(gaps) > 1 or length.WAYS[way]["method"] == "local"):
-            rows.append((steps, _row("Longer runs", options.of(way, steps), gaps)))
+    found = length.measured(store, options)
+    rows = [
+        (steps, _row("Longer runs", options.of(way, steps), changes(results, found[length.DDP, steps])))
+        for (way, steps), results in found.items()
+        if way != length.DDP
+    ]
     return _by_length([*rows, *_of_all_methods()])
 
 
 def _of_all_methods() -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lengths and rows of the frontier in longer runs."""
+    """Lengths and rows of the frontier in longer runs that have several seeds."""
     store, options = Store("long_frontier"), long_frontier.Options()
     for steps in options.steps:
         rows = long_frontier.rows_of(store, options, steps)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
+
+Gaps = Mapping[str, Sequence[float]]
+"""A measured row's gaps in per cent, seed by seed, by the inner steps of the runs."""
 
 
 @dataclass(frozen=True)
@@ -25,50 +27,52 @@ class Gap:
         return Gap(self.middle * mean(factors), min(ends), max(ends))
 
 
-def measured_gap(gaps: Sequence[float]) -> Gap:
-    """Of per cents on several seeds: their mean, and two deviations to both sides. One seed has none."""
-    middle, spread = mean(gaps) / 100, 2 * stdev(gaps) / 100 if len(gaps) > 1 else 0.0
-    return Gap(middle, middle - spread, middle + spread)
-
-
 class Lengths:
-    """Gaps in a run of so many inner steps, from rows that were measured, and tuned, at several lengths.
+    """Gaps in runs of any length, from rows that were measured, and tuned, at several.
 
     Between two lengths gaps lie on a line over the logarithm of steps. Below the shortest of all they are as in the
-    shortest; beyond the longest as in the longest, and at least what the power law through the last two would make of
-    them.
-
-    Args:
-        rows: each with its gaps in per cent on several seeds, by lengths.
-        steps: of the run to come.
+    shortest. Beyond a row's longest they close as those rows have closed that were measured in longer runs, too; beyond
+    the longest of all they stay, and are at least what the power law through the last two lengths would make of them.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        self._steps = steps
-        measured = {int(length) for row in rows for length in row["gaps"]}
+    def __init__(self, rows: Sequence[Gaps]) -> None:
+        self._rows = rows
+        measured = {int(length) for row in rows for length in row}
         self.shortest, self.longest = min(measured), max(measured)
 
-    def known(self, row: Mapping[str, Any]) -> bool:
-        """Whether the run is as long as the shortest of this row; below that nothing is known of it."""
-        return max(self._steps, self.shortest) >= _by_length(row)[0][0]
+    def known(self, row: Gaps, steps: int) -> bool:
+        """Whether a run is as long as the shortest of a row; below that nothing is known of it."""
+        return max(steps, self.shortest) >= _by_length(row)[0][0]
 
-    def gap(self, row: Mapping[str, Any]) -> Gap:
-        """Of one of the rows."""
-        lengths, gaps = zip(*_by_length(row), strict=True)
+    def gap(self, row: Gaps, steps: int) -> Gap:
+        """A row's gap in a run of so many inner steps."""
+        measured = _by_length(row)
+        lengths, gaps = [length for length, _ in measured], [gap for _, gap in measured]
         middle, least, most = (
-            float(np.interp(math.log(self._steps), np.log(lengths), [getattr(gap, name) for gap in gaps]))
+            float(np.interp(math.log(steps), np.log(lengths), [getattr(gap, name) for gap in gaps]))
             for name in ("middle", "least", "most")
         )
-        if self._steps > lengths[-1] and min(gap.middle for gap in gaps[-2:]) > 0 and least > 0:
+        if steps <= lengths[-1]:
+            return Gap(middle, least, most)
+        if closing := self._closing(lengths[-1], steps):
+            return gaps[-1].times(closing)
+        if min(gap.middle for gap in gaps[-2:]) > 0 and least > 0:
             slope = math.log(gaps[-1].middle / gaps[-2].middle) / math.log(lengths[-1] / lengths[-2])
-            least *= (self._steps / lengths[-1]) ** min(slope, 0.0)
+            least *= (steps / lengths[-1]) ** min(slope, 0.0)
         return Gap(middle, least, most)
 
-    def closing(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Of each of some rows that was measured at the shortest length: its gap as a part of that there."""
-        found = [(row, *_by_length(row)[0]) for row in rows]
-        return [self.gap(row).middle / gap.middle for row, length, gap in found if length == self.shortest]
+    def _closing(self, begun: int, steps: int) -> list[float]:
+        """What part of it is left of the gap at one length, of each row that was measured there and in longer runs."""
+        longer = [row for row in self._rows if min(map(int, row)) <= begun < max(map(int, row))]
+        found = [(self.gap(row, begun).middle, self.gap(row, steps).middle) for row in longer]
+        return [after / before for before, after in found if before > 0]
 
 
-def _by_length(row: Mapping[str, Any]) -> list[tuple[int, Gap]]:
-    return sorted((int(length), measured_gap(gaps)) for length, gaps in row["gaps"].items())
+def _by_length(row: Gaps) -> list[tuple[int, Gap]]:
+    """Means, and two deviations to both sides; those of one seed are as large as those of the length before."""
+    found, spread = list[tuple[int, Gap]](), 0.0
+    for length, gaps in sorted(row.items(), key=lambda one: int(one[0])):
+        middle = mean(gaps) / 100
+        spread = 2 * stdev(gaps) / 100 if len(gaps) > 1 else spread
+        found.append((int(length), Gap(middle, middle - spread, middle + spread)))
+    return found

@@ -16,7 +16,7 @@ from farflung.errors import UserError
 from farflung.methods import RoundSettings, chosen
 from farflung.networks import Conditions
 from farflung.outer import Method, message_bytes
-from farflung.planner.lengths import Gap, Lengths, measured_gap
+from farflung.planner.lengths import Gap, Gaps, Lengths
 from farflung.planner.options import RecommendOptions
 from farflung.planner.sizes import side_of, square_model
 from farflung.planner.table import Column, Table, figures, percent
@@ -42,6 +42,7 @@ class Known(NamedTuple):
 
     settings: dict[str, Any]
     table: str
+    gaps: Gaps
     gap: Gap
     alone: float
 
@@ -58,6 +59,7 @@ class Candidate:
     Args:
         settings: of its rounds, as they are recommended.
         table: of docs/evidence.md, from which its gap comes.
+        gaps: what was measured.
         factor: how much rarer its rounds are than those measured.
         computing: the share of the time in which replicas compute.
         middle: the gap, however large.
@@ -68,6 +70,7 @@ class Candidate:
 
     settings: dict[str, Any]
     table: str
+    gaps: Gaps
     factor: float
     computing: float
     middle: float
@@ -118,20 +121,27 @@ def recommend(options: RecommendOptions) -> list[Candidate]:
 def _at_length(table: dict[str, Any], steps: int) -> list[Known]:
     """What is known of each row in a run of so many steps; without what is no better than replicas that never meet.
 
-    A row that was not measured at several lengths closes as one of those that were, from the same length on; it is left
-    out where they have one of its kind.
+    A row that was not measured at several lengths is left out where one of its kind was.
     """
-    lengths = Lengths(table["longer"], steps)
-    never, *longer = sorted(filter(lengths.known, table["longer"]), key=lambda row: row["settings"] != ALONE)
-    (apart,), closing = lengths.closing([never]), lengths.closing(longer)
-    alone = lengths.gap(never).middle
-    known = [Known(row["settings"], row["table"], lengths.gap(row), alone) for row in longer]
-    known = [row for row in known if row.pays]
-    kinds, alone = {_kind(row.settings) for row in known}, mean(table["alone"]) / 100 * apart
-    shorter = [
-        Known(row["settings"], row["table"], measured_gap(row["gaps"]).times(closing), alone) for row in table["rows"]
-    ]
-    return known + [row for row in shorter if row.pays and _kind(row.settings) not in kinds]
+    (never,), longer = _parted(table)
+    lengths, apart = Lengths([row["gaps"] for row in longer]), Lengths([never])
+
+    def known(row: dict[str, Any], gaps: Gaps, alone: float) -> Known:
+        return Known(row["settings"], row["table"], gaps, lengths.gap(gaps, steps), alone)
+
+    alone = apart.gap(never, steps).middle
+    rows = [known(row, row["gaps"], alone) for row in longer if lengths.known(row["gaps"], steps)]
+    rows = [row for row in rows if row.pays]
+    kinds, length = {_kind(row.settings) for row in rows}, str(table["steps"])
+    alone = apart.gap({length: table["alone"]}, steps).middle
+    shorter = [known(row, {length: row["gaps"]}, alone) for row in table["rows"]]
+    return rows + [row for row in shorter if row.pays and _kind(row.settings) not in kinds]
+
+
+def _parted(table: dict[str, Any]) -> tuple[list[Gaps], list[dict[str, Any]]]:
+    """The gaps of replicas that never meet, and the other rows of longer runs."""
+    never = [row["gaps"] for row in table["longer"] if row["settings"] == ALONE]
+    return never, [row for row in table["longer"] if row["settings"] != ALONE]
 
 
 def _kind(settings: dict[str, Any]) -> str:
@@ -167,7 +177,7 @@ def _candidate(row: Known, growth: float, options: RecommendOptions) -> Candidat
     least, most = gap.least, gap.most if factor == 1 else row.alone
     if first > options.steps:  # its replicas never meet
         middle, least, most = max(middle, row.alone), row.alone, row.alone
-    return Candidate(stretched, row.table, factor, computing, middle, least, most, sent, first)
+    return Candidate(stretched, row.table, row.gaps, factor, computing, middle, least, most, sent, first)
 
 
 def _as_wide(settings: dict[str, Any], wider: float) -> dict[str, Any]:
@@ -237,16 +247,20 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
 
 def _of_length(best: Candidate, steps: int, table: dict[str, Any]) -> Iterator[str]:
     """How the recommended row's gap in a run of so many steps is known."""
-    lengths = Lengths(table["longer"], steps)
-    if steps <= lengths.shortest:
-        yield f"No run was shorter than {lengths.shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
-        return
-    if best.most and best.table not in {row["table"] for row in table["longer"]}:  # ddp's own has none to close
-        yield f"Its gap was measured at {table['steps']} steps; here it closes as those of other rows have done."
-    if steps > lengths.longest:
+    shortest, longest = table["steps"], max(int(length) for row in table["longer"] for length in row["gaps"])
+    own, several = (
+        max((int(length) for length, gaps in best.gaps.items() if len(gaps) >= seeds), default=0) for seeds in (1, 2)
+    )
+    if steps <= shortest:
+        yield f"No run was shorter than {shortest} steps. Gaps close in longer ones: say yours, --steps 10000."
+    elif own < min(steps, longest) and best.most:  # ddp's own has none to close
+        yield f"Its gap was measured in runs of {own:,} steps; here it closes as those of other rows have done."
+    elif several < min(steps, own):
+        yield f"Runs of {own:,} steps are of one seed: their deviation is taken to be that of runs of {several:,}."
+    if steps > longest:
         yield (
-            f"No run was longer than {lengths.longest:,} steps. gap: what it is there; from: where it would be if it "
-            "went on closing."
+            f"No run was longer than {longest:,} steps. gap: what it is there; from: where it would be if it went on "
+            "closing."
         )
 
 
