@@ -285,10 +285,19 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"\[(\d) to (\d)%\]\(evidence.md#more-replicas-at-length\)", rda),
     (
         EVIDENCE,
-        r"`noloco` every 50 steps ends (\S+)% below.*, and (\S+)% above it after 3200",
-        published("noloco, every 50", "diloco, every 100, momentum 0.9", "800", "3200"),
+        r"`noloco` every 50 steps ends (\S+)% below.*; after 3200 it is (\S+)% above it, and after 12,500.*, (\S+)%\.",
+        published("noloco, every 50", "diloco, every 100, momentum 0.9", "800", "3200", "12500"),
     ),
-    (EVIDENCE, r"every 50 steps by (\S+) and (\S+)%", published("noloco, every 50", "diloco, every 50", "800", "3200")),
+    (
+        EVIDENCE,
+        r"every 50 steps by (\S+), (\S+) and (\S+)%",
+        published("noloco, every 50", "diloco, every 50", "800", "3200", "12500"),
+    ),
+    (
+        FAILED,
+        r"it was \[(\S+)% ahead after 16 rounds, and (\S+)% behind after 250\]",
+        published("noloco, every 50", "diloco, every 100, momentum 0.9", "800", "12500"),
+    ),
     (EVIDENCE, r"every 100 by (\S+) and (\S+)%", published("noloco, every 100", "diloco, every 100", "800", "3200")),
     (EVIDENCE, r"(\d+)% above ddp on `micro` and (\d+)% on `tiny`, `noloco` every 5 (\d+)% and (\d+)%", larger_model),
     (EVIDENCE, r"the correlation of the ranks is (0\.\d+), and no row moves by more than two", rank_correlation),
