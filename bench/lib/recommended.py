@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from statistics import mean
 from typing import Any
 
 from bench.lib.runs import changes
 from bench.lib.store import ROOT, Result, Settings, Store
-from bench.quality import frontier, gap, inner, length, long_frontier, scaling
+from bench.quality import frontier, gap, inner, length, long_frontier, long_scaling
 from farflung.files import write_text
 
 TABLE = ROOT / "farflung" / "planner" / "evidence.json"
@@ -39,7 +38,7 @@ def made() -> dict[str, Any]:
         "steps": options.regime["steps"],
         "replicas": options.regime["replicas"],
         "alone": changes(results["local"], results["ddp"]),
-        "doubling": round(_of_a_doubling(), 3),
+        "doubling": _of_a_doubling(),
         "longer": _longer(),
         "rows": rows,
     }
@@ -68,13 +67,14 @@ def _with_modulo(results: dict[str, dict[int, Result]]) -> dict[str, Any]:
     return _row("Loss against bytes", store.chosen["noloco, every 5, modulo4"], [sum(pair) for pair in both])
 
 
-def _of_a_doubling() -> float:
-    """By how many points gaps grow where replicas are twice as many, each with a batch of its own: a mean of lines."""
-    own, *_ = scaling.BATCHES
-    lines = [
-        each.line(each.points) for each in scaling.all_gaps(Store("scaling"), scaling.Options()) if each.batch == own
-    ]
-    return mean(slope for _, slope in lines)
+def _of_a_doubling() -> dict[str, list[float]]:
+    """By how many points gaps grow where replicas are twice as many: the least and most of two methods, by length."""
+    store, options = Store("long_scaling"), long_scaling.Options()
+    gaps = {
+        steps: [long_scaling.gaps_of(store, options, way, steps) for way in ("diloco", "noloco")]
+        for steps in options.steps
+    }
+    return {str(steps): sorted(round(one.line(one.points)[1], 2) for one in both) for steps, both in gaps.items()}
 
 
 def _longer() -> list[dict[str, Any]]:

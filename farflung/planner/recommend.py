@@ -238,9 +238,10 @@ def told(candidates: Sequence[Candidate], options: RecommendOptions) -> str:
             'No gap is shown as more than is under "to"; rows that would be more come in the order of how much more.'
         )
     if options.replicas > table["replicas"]:
+        added = (f"{least:.1f} to {most:.1f} in {n} steps" for n, (least, most) in table["doubling"].items())
         lines.append(
-            f"Gaps are of {table['replicas']} replicas. With more they were larger: in runs of {table['steps']} steps "
-            f"by some {table['doubling']:.0f} points for each doubling, up to 32."
+            f"Gaps are of {table['replicas']} replicas. With more they were larger: by so many points for each "
+            f"doubling, up to 32: {', '.join(added)} (one seed)."
         )
     return "\n".join([*lines, *_of_length(best, options.steps, table), _how_thin(options.params, table)])
 
