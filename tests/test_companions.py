@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -367,3 +368,27 @@ def test_what_is_sent_besides_messages_is_counted(method: Method, make: Any) -> 
     hops = (members - 1) * sum(traffic_per_hop(method.codec, method.averaging, members))
     told = hops * message_bytes(method, cells, members) + added_bytes(method, cells, replicas)
     assert told <= sent * 1.001 and sent < told + 200 * (replicas - 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("at", [4, 7])
+def test_who_goes_back_to_a_state_in_mid_run_does_it_all_again(name: str, at: int) -> None:
+    """What was under way when it went back is of rounds that count no more."""
+    method, make = CASES[name]
+
+    def work(network: SimulatedNetwork, goes_back: bool) -> Tensor:
+        model = small_model()
+        optimizer = make(model)
+        with method.attach(model, optimizer, network) as outer:
+            things = (model, optimizer, outer)
+            inner_steps(model, optimizer, network.rank, range(at))
+            saved = copy.deepcopy([thing.state_dict() for thing in things])
+            if goes_back:
+                inner_steps(model, optimizer, network.rank, range(at, at + EVERY + 1))
+                for thing, state in zip(things, saved, strict=True):
+                    thing.load_state_dict(state)
+            inner_steps(model, optimizer, network.rank, range(at, 4 * EVERY))
+        return flat(model)
+
+    whole, again = (Simulation(3).run(partial(work, goes_back=back)) for back in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))

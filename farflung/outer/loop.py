@@ -388,6 +388,7 @@ class OuterLoop(Session):
             told = {n: one["tensors"] for n, one in enumerate(state["pending"]) if one["fragment"] == sync.index}
             codecs, own = take_cells(weights, state["cells"], told)
             pending |= own
+            self._along.loads(sync)
             self._averagings[sync.index].load_state_dict(codecs)
             self._paces[sync.index].keep(saved)
             sync.load_state_dict(saved["sync"])

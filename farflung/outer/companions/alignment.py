@@ -84,3 +84,7 @@ class Aligning(Along):
         for name in (BEFORE, STEPS):
             weights.noted.pop(name, None)
         self._in_part.add(sync.index)
+
+    def loads(self, sync: Sync[Tensor]) -> None:
+        """See Along; a round that a state goes on with, this replica does from start to end."""
+        self._in_part.discard(sync.index)

@@ -37,6 +37,9 @@ class Along:
     def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Weights and anchor are others' now: what was noted or is under way counts no more."""
 
+    def loads(self, sync: Sync[Tensor]) -> None:
+        """A state is about to be loaded, with what it has noted: what is under way counts no more."""
+
 
 class Alongs(Along):
     """Several, each asked in turn."""
@@ -68,6 +71,11 @@ class Alongs(Along):
         """See Along."""
         for one in self._each:
             one.taken(sync, weights)
+
+    def loads(self, sync: Sync[Tensor]) -> None:
+        """See Along."""
+        for one in self._each:
+            one.loads(sync)
 
 
 @dataclass(frozen=True)

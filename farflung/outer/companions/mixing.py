@@ -99,5 +99,9 @@ class Mixing(Along):
 
     def taken(self, sync: Sync[Tensor], weights: Weights) -> None:
         """See Along."""
-        self._under_way.pop(sync.index, None)
+        self.loads(sync)
         weights.noted.pop(MIXED, None)
+
+    def loads(self, sync: Sync[Tensor]) -> None:
+        """See Along."""
+        self._under_way.pop(sync.index, None)
