@@ -95,6 +95,9 @@ class PrimalAveraging(torch.optim.Optimizer):
     numbers are ours; with both 0 it is AdamW.
     """
 
+    keeps_weights = FAST, AVERAGED
+    """What is kept of weights, and must move with them where others do: they are made anew from it in each step."""
+
     def __init__(
         self,
         params: Any,

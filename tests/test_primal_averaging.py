@@ -98,3 +98,60 @@ def test_a_delay_is_refused_and_another_inner_optimizer_warned_of() -> None:
         late.attach(model, optimizer, SimulatedNetwork.alone())
     with pytest.warns(UserWarning, match="published with PrimalAveraging, and is another one with SGD"):
         methods.gpa().attach(model, optimizer, SimulatedNetwork.alone())
+
+
+def shifted(one: Reference, to: Any) -> None:
+    """Moves all that a replica keeps by as much as what it shows is moved."""
+    by = to - one.y
+    one.z, one.x = one.z + by, one.x + by
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_rounds_of_other_methods_move_all_that_it_keeps(delay: int) -> None:
+    """The weights that the model shows are made anew from these in each step, which would else undo the round."""
+    replicas, at_start = [Reference(0.9, 0.7) for _ in range(REPLICAS)], [np.zeros(0)] * REPLICAS
+    for step in range(1, STEPS + delay + 1):
+        for rank, one in enumerate(replicas):
+            one.step(rank)
+        if step % EVERY == 0:
+            at_start = [one.y for one in replicas]
+        if step > delay and (step - delay) % EVERY == 0:
+            for own, one in zip(at_start, replicas, strict=True):
+                shifted(one, one.y - own + np.mean(at_start, axis=0))
+    method = methods.diloco(every=EVERY, outer_lr=1.0, outer_momentum=0.0, delay=delay)
+
+    def make(parameters: Any) -> PrimalAveraging:
+        return PrimalAveraging(parameters, average=0.9, between=0.7, **SETTINGS)
+
+    for own, wanted in zip(trained(method, make, STEPS + delay, REPLICAS), replicas, strict=True):
+        np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)
+
+
+def test_steps_after_the_end_go_on_from_the_averaged_weights() -> None:
+    replicas = [Reference(0.9, 0.7) for _ in range(2)]
+    for step in range(EVERY + 2):
+        for rank, one in enumerate(replicas):
+            one.step(rank)
+        if step + 1 == EVERY:
+            mean = (replicas[0].z + replicas[1].z) / 2
+            replicas[0].z = replicas[1].z = mean
+    end = (replicas[0].y + replicas[1].y) / 2
+    for rank, one in enumerate(replicas):
+        shifted(one, end)
+        one.step(rank)
+
+    def work(network: SimulatedNetwork) -> Tensor:
+        model = nn.Linear(3, 4, bias=False).double()
+        nn.init.ones_(model.weight)
+        optimizer = PrimalAveraging(model.parameters(), average=0.9, between=0.7, **SETTINGS)
+        with methods.gpa(every=EVERY).attach(model, optimizer, network) as outer:
+            for step in range(EVERY + 3):
+                if step == EVERY + 2:
+                    outer.finish(average_weights=True)
+                model.weight.grad = torch.from_numpy(pull(model.weight.detach().numpy(), step, network.rank))
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    with pytest.warns(UserWarning, match="the rounds have ended"):
+        for own, wanted in zip(Simulation(2).run(work), replicas, strict=True):
+            np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)

@@ -6,13 +6,13 @@ them. An optimizer that hides its copies puts the old weights back; that is how 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from farflung.hooks.hidden import Watch
@@ -22,11 +22,18 @@ from farflung.hooks.trained import held_by
 
 
 class Copies:
-    """The copies of weights that some optimizers keep. Torch's own keep none. Rounds write a fragment's together."""
+    """The copies of weights that some optimizers keep. Torch's own keep none. Rounds write a fragment's together.
+
+    Ours say which ones they keep, in `keeps_weights`; those of others are looked for.
+    """
+
+    others_move_them = False
+    """Whether what goes along with rounds sees itself to the copies that our optimizers keep, as FastWeights does."""
 
     def __init__(self, optimizers: Sequence[Optimizer], fragments: Sequence[Sequence[nn.Parameter]]) -> None:
         self._fragments = fragments
         self._plain = [optimizer for optimizer in optimizers if _known(optimizer)]
+        self._told = [optimizer for optimizer in self._plain if hasattr(optimizer, "keeps_weights")]
         self._kept = [Kept(optimizer) for optimizer in optimizers if optimizer not in self._plain]
         self._watches: list[list[Watch]] = [[] for _ in fragments]
         for kept in self._kept:
@@ -60,12 +67,15 @@ class Copies:
         for kept in self._kept:
             kept.look()
         written = fragments or range(len(self._fragments))
-        follows = any(kept.followers for kept in self._kept)
+        told = [] if fragments and self.others_move_them else self._told
+        follows = told or any(kept.followers for kept in self._kept)
         wanted = [parameter for fragment in written for parameter in self._fragments[fragment] if follows]
         before = {parameter: own_of(parameter.detach()).clone() for parameter in wanted}
         yield
         for kept in self._kept:
             kept.follow(before)
+        for optimizer in told:
+            _move(optimizer, before)
         for fragment in written:
             for watch in self._watches[fragment]:
                 watch.written()
@@ -93,6 +103,14 @@ class Copies:
         """Goes on from a `state_dict`."""
         for kept, saved in zip(self._kept, state, strict=True):
             kept.load_state_dict(saved)
+
+
+def _move(optimizer: Any, before: Mapping[nn.Parameter, Tensor]) -> None:
+    """Moves what an optimizer keeps of parameters as far as these have moved from `before`."""
+    for parameter in held_by(optimizer):
+        state = optimizer.state.get(parameter, {})
+        for copy in [own_of(state[name]) for name in optimizer.keeps_weights if name in state and parameter in before]:
+            copy.add_(own_of(parameter.detach()) - before[parameter])
 
 
 def _known(optimizer: Optimizer) -> bool:

@@ -71,15 +71,15 @@ class OuterLoop(Session):
         self.anchors = [fragment.read(device) for fragment in fragments]
         self.outer: torch.optim.Optimizer = self._make_outer()
         parameters = [fragment.parameters for fragment in fragments]
-        copies = Copies(optimizers, parameters if any(parameters) else [self.trained.parameters])
+        self.copies = Copies(optimizers, parameters if any(parameters) else [self.trained.parameters])
         self._weights = [
-            Weights(fragment, anchor, self.outer, method.merge, partial(copies.following, index))
+            Weights(fragment, anchor, self.outer, method.merge, partial(self.copies.following, index))
             for index, (fragment, anchor) in enumerate(zip(fragments, self.anchors, strict=True))
         ]
         exact = sends_weights(self.outer)
         rule, fused = self.aggregation, partial(radial_of, method.fuse, model=setup.model, outer=self.outer)
         self._averagings = [Averaging(network.rank, method, exact, rule(), radial=fused(one)) for one in fragments]
-        self._replica = Replica(self._weights, self.trained, self.untrained, copies, self._faults)
+        self._replica = Replica(self._weights, self.trained, self.untrained, self.copies, self._faults)
         self._rounds = Rounds[Tensor, Exchange](self.holders.schedules(schedule, len(fragments)), self._weights)
         parts = zip(self._rounds.syncs, self._averagings, strict=True)
         self._paces = [Pace(sync, averaging, method.adapt) for sync, averaging in parts]
@@ -111,7 +111,7 @@ class OuterLoop(Session):
     @torch.no_grad()
     def _after_inner_step(self) -> None:
         self.network.advance()
-        self._replica.copies.stepped()
+        self.copies.stepped()
         self.step = self._counted(self.step + 1)
         if self.step & (self.step - 1) == 0:  # from the start, since a first round may be long
             self._look()
@@ -324,7 +324,7 @@ class OuterLoop(Session):
 
     def writing_weights(self) -> AbstractContextManager[None]:
         """See Session."""
-        return self._replica.copies.following()
+        return self.copies.following()
 
     def _next_rounds(self) -> list[int]:
         return [sync.rounds for sync in self._rounds.syncs]

@@ -49,6 +49,7 @@ class Swapping(Along):
 
     def __init__(self, loop: OuterLoop) -> None:
         self._loop = loop
+        loop.copies.others_move_them = True
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Puts the fast weights into the model."""
