@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.hooks.shards import own_of
+from farflung.tables import Rule
 
 SLOW = "slow_momentum"
 """What the slow momentum is called in an optimizer's state."""
@@ -16,10 +18,37 @@ FAST, AVERAGED = "fast weights", "averaged weights"
 """What z and x of PrimalAveraging are called there."""
 
 
+_SHARE, _MOMENTUM = Rule(least=0, most=1), Rule(least=0, below=1)
+_RULES = {
+    **dict.fromkeys(("lr", "weight_decay", "eps"), Rule(least=0)),
+    **dict.fromkeys(("slow_share", "align", "average", "between"), _SHARE),
+    **dict.fromkeys(("momentum", "slow_momentum", "betas"), _MOMENTUM),
+}
+"""Of the settings of inner optimizers, by name."""
+
+
+def checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """An inner optimizer's settings. Raises UserError for one out of its limits."""
+    for name in settings.keys() & _RULES.keys():
+        given = settings[name]
+        for value in given if isinstance(given, tuple) else (given,):
+            _RULES[name].check(name, value)
+    return settings
+
+
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """What an optimizer's closure, if there is one, returns."""
     with torch.enable_grad():
         return None if closure is None else closure()
+
+
+def refuse_sparse(optimizer: torch.optim.Optimizer, gradient: Tensor) -> None:
+    """Raises UserError for a gradient that is not dense."""
+    if gradient.layout != torch.strided:
+        raise UserError(
+            f"{type(optimizer).__name__} takes no sparse gradients; make the embedding with sparse=False, or give it "
+            "to torch.optim.SparseAdam, and attach both optimizers"
+        )
 
 
 @torch.no_grad()
@@ -61,13 +90,14 @@ class SlowAdamW(torch.optim.Optimizer):
         slow_momentum: float = 0.999,
     ) -> None:
         chosen = {"betas": betas, "eps": eps, "slow_share": slow_share, "slow_momentum": slow_momentum}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **chosen})
+        super().__init__(params, checked({"lr": lr, "weight_decay": weight_decay, **chosen}))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
         return step_each(self, closure, self._move)
 
     def _move(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        refuse_sparse(self, gradient)
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -109,13 +139,14 @@ class PrimalAveraging(torch.optim.Optimizer):
         eps: float = 1e-8,
     ) -> None:
         chosen = {"average": average, "between": between, "betas": betas, "eps": eps}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **chosen})
+        super().__init__(params, checked({"lr": lr, "weight_decay": weight_decay, **chosen}))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
         return step_each(self, closure, self._move)
 
     def _move(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        refuse_sparse(self, gradient)
         state, first = self.state[parameter], group["betas"][0]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")

@@ -12,8 +12,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
-from farflung.adamw import SLOW, SlowAdamW, loss_of, mixed, step_each
+from farflung.adamw import SLOW, checked, loss_of, mixed, refuse_sparse, step_each
 from farflung.adamw import PrimalAveraging as PrimalAveraging
+from farflung.adamw import SlowAdamW as SlowAdamW
 from farflung.errors import UserError
 from farflung.hooks.layouts import FullySharded, Layout, is_sharded
 from farflung.hooks.shards import own_of
@@ -62,7 +63,7 @@ class SignSGD(torch.optim.Optimizer):
     """DeMo's (arXiv 2411.19870), which keeps nothing: θ ← θ - lr · (sign(gradient) + weight decay · θ)."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(parameters, checked({"lr": lr, "weight_decay": weight_decay}))
 
     def step(self, closure: Any = None) -> Any:
         """One step; parameters without a gradient stay. Returns what the closure, if there is one, returns."""
@@ -124,8 +125,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if unknown := along.keys() - ALONG.keys():
             raise TypeError(f"Muon has no setting {unknown.pop()!r}")
+        if scale not in _SIZES:
+            raise UserError(f"scale is {scale!r}; choose one of {', '.join(_SIZES)}")
         chosen = {"momentum": momentum, "nesterov": nesterov, "scale": scale, **ALONG, **along}
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, **chosen})
+        super().__init__(matrices, checked({"lr": lr, "weight_decay": weight_decay, **chosen}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For copies, pickles and states, also those of versions that had fewer settings."""
@@ -188,6 +191,7 @@ class Muon(torch.optim.Optimizer):
         gradients, means = {}, []
         for name, parameter in named.items():
             if parameter.grad is not None:
+                refuse_sparse(self, parameter.grad)
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:  # a round may have told it the mean step before
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -235,7 +239,7 @@ class Muon(torch.optim.Optimizer):
 
 _SIZES: dict[str, Callable[[int, int], float]] = {
     "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
-    "fans": lambda rows, columns: (rows / columns) ** 0.5,
+    "fans": lambda rows, columns: (rows / max(columns, 1)) ** 0.5,
 }
 
 

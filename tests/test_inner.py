@@ -432,3 +432,40 @@ def test_what_is_added_to_muon_later_is_trained_as_if_it_had_been_there() -> Non
     assert torch.equal(weights(whole), weights(grown))
     with pytest.raises(UserError, match="by their names"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
+
+
+@pytest.mark.parametrize("make", [inner.SlowAdamW, inner.PrimalAveraging, Muon])
+def test_sparse_gradients_are_refused_in_one_line(make: Callable[..., torch.optim.Optimizer]) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = make(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UserError, match=r"takes no sparse gradients; make the embedding with sparse=False, or .* both"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [MUON, MULOCO])
+def test_matrices_without_values_are_left_alone(kind: inner.Inner) -> None:
+    named = {f"layers.{n}": nn.Parameter(torch.ones(shape)) for n, shape in enumerate([(4, 0), (0, 4), (2, 2)])}
+    optimizer = kind.make(list(named.items()), lr=0.1)
+    sum(one.sum() for one in named.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert (named["layers.2"] < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "told"),
+    [
+        (Muon, {"momentum": 1.5}, "momentum is 1.5; it must be less than 1"),
+        (Muon, {"scale": "cube"}, "scale is 'cube'; choose one of rms, fans"),
+        (Muon, {"align": 2.0}, "align is 2.0; it must be at most 1"),
+        (inner.SlowAdamW, {"slow_momentum": 1.0}, "slow_momentum is 1.0; it must be less than 1"),
+        (inner.SlowAdamW, {"slow_share": -0.5}, "slow_share is -0.5; it must be at least 0"),
+        (inner.PrimalAveraging, {"average": 2.0}, "average is 2.0; it must be at most 1"),
+        (inner.PrimalAveraging, {"betas": (0.9, 1.0)}, "betas is 1.0; it must be less than 1"),
+        (inner.SignSGD, {"lr": -1.0}, "lr is -1.0; it must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Any, setting: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        make([nn.Parameter(torch.ones(2, 2))], **setting)
