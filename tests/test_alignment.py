@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,3 +79,11 @@ def test_a_matrix_may_get_its_first_gradient_after_a_round() -> None:
 def test_it_is_only_asked_of_muon_where_rounds_are_held() -> None:
     assert Settings.of(method="diloco", muon_align=0.5).method().companions == (AlignedSteps(),)
     assert Settings.of(method="ddp", muon_align=0.5).method().companions == methods.ddp().companions
+
+
+def test_it_is_told_where_nobody_follows() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    method = replace(methods.diloco(), companions=(AlignedSteps(),))
+    with pytest.warns(UserWarning, match="none that is attached has an align above 0, so nothing follows; give attach"):
+        method.attach(model, optimizer, SimulatedNetwork.alone())

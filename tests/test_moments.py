@@ -74,3 +74,15 @@ def test_what_cannot_be_is_refused() -> None:
         AveragedMoments((("exp_avg", 0),))
     with pytest.raises(UserError, match="goes along with rounds, and a method without `outer` has none"):
         replace(methods.ddp(), companions=(AveragedMoments(()),))
+
+
+def test_it_is_told_where_there_is_nothing_to_average(caplog: pytest.LogCaptureFixture) -> None:
+    def work(network: SimulatedNetwork) -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with methods.des_loc(every=EVERY).attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(STEPS))
+
+    Simulation(2).run(work)
+    told = "no attached optimizer keeps exp_avg or momentum_buffer or exp_avg_sq, so only weights are averaged"
+    assert [told in line for line in caplog.messages] == [True, True], "once a replica"

@@ -63,6 +63,8 @@ def test_what_has_no_momentum_is_told_to_leave_it_out() -> None:
         replace(methods.ddp(), momentum=MomentumSchedule(0.5))
     with pytest.raises(UserError, match="choose at least 0 and less than 1"):
         MomentumSchedule(1.0)
+    with pytest.raises(UserError, match="warmup=-3; choose at least 0"):
+        MomentumSchedule(0.5, warmup=-3)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = Method(Schedule(every=2), outer=partial(torch.optim.Adam, lr=0.1), momentum=MomentumSchedule(0.5))

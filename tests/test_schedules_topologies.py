@@ -103,3 +103,9 @@ def test_pairs_change_from_round_to_round_and_with_the_seed() -> None:
 
 def test_everyone_is_one_group() -> None:
     assert Everyone().groups((0, 2, 5), "round 1") == [(0, 2, 5)]
+
+
+@pytest.mark.parametrize("size", [1, 2.0, "2"])
+def test_a_group_is_of_a_whole_number_of_replicas(size: Any) -> None:
+    with pytest.raises(UserError, match=f"group_size is {size}; give a whole number, of at least 2 replicas"):
+        RandomGroups(size)

@@ -32,6 +32,9 @@ class MomentumSchedule:
         for name in ("highest", "final"):
             if (value := getattr(self, name)) is not None and not 0 <= value < 1:
                 raise UserError(f"MomentumSchedule has {name}={value}; choose at least 0 and less than 1")
+        for name in ("warmup", "steps"):
+            if getattr(self, name) < 0:
+                raise UserError(f"MomentumSchedule has {name}={getattr(self, name)}; choose at least 0")
 
     def at(self, step: int) -> float:
         """The momentum of a round that is applied after so many inner steps."""

@@ -57,8 +57,8 @@ class RandomGroups:
     identical = False
 
     def __post_init__(self) -> None:
-        if self.size < 2:
-            raise UserError(f"group_size is {self.size}; a group needs at least 2 replicas to average")
+        if not isinstance(self.size, int) or self.size < 2:
+            raise UserError(f"group_size is {self.size}; give a whole number, of at least 2 replicas to average")
 
     def groups(self, members: Group, round: str) -> list[Group]:
         """The groups of this round's permutation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,12 @@ STEPS = "steps before the round"
 """And the inner steps since the last round in which it moved."""
 
 
+NOBODY_FOLLOWS = (
+    "AlignedSteps tells optimizers the mean step, and none that is attached has an align above 0, so nothing follows; "
+    "give attach farflung.inner.MuonAdamW with align=0.5, say, or leave AlignedSteps out"
+)
+
+
 @dataclass(frozen=True)
 class AlignedSteps:
     """Tells inner optimizers where all replicas went in the last round (FedMuon, arXiv 2510.27403); sends nothing.
@@ -43,7 +50,10 @@ class AlignedSteps:
         return None
 
     def along(self, loop: OuterLoop) -> Along:
-        """See Companion."""
+        """See Companion; says so where nobody would follow."""
+        groups = [group for optimizer in loop.trained.optimizers for group in optimizer.param_groups]
+        if not any(group.get("align") for group in groups):
+            warnings.warn(NOBODY_FOLLOWS, stacklevel=5)
         return Aligning(loop)
 
 

@@ -15,6 +15,7 @@ from farflung.cells import Cell, Piece
 from farflung.codecs import Dense
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
+from farflung.networks.torchrun import log
 from farflung.outer.averaging import Averaging
 from farflung.outer.columns import Message, views_like
 from farflung.outer.companions.additions import Addition, awaited, exchanged
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 STEP = 2.0**-30
 """What a step counts in messages: next to moments, which a message's size is judged by, that is nothing."""
+
+
+NONE_KEPT = "no attached optimizer keeps %s, so only weights are averaged; give attach one that does, such as AdamW"
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Moments(Along):
         self._averagings = [Averaging(rank, plain, exact=True, aggregation=rule()) for _ in loop.anchors]
         self._kinds: dict[str, tuple[str, ...]] = {}
         """What is kept of each parameter, by its name; also of those that have had no gradient yet."""
+        self._told = False
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
         """Notes what there is: a replica that was spoilt has none afterwards."""
@@ -111,6 +116,9 @@ class Moments(Along):
         if not due or len(group) < 2:
             return
         self._note(weights)  # one that goes on from a state has not seen the round start
+        if not (self._kinds or self._told):
+            self._told = True
+            log.warning(NONE_KEPT, " or ".join(self._rhythms))
         moments = Due(weights.fragment, self._states(weights), self._kinds, due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
