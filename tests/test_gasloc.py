@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from farflung import methods
 from farflung.codecs import Quantize
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Round
+from farflung.outer import Round, Schedule
 
 EVERY, ROUNDS = 2, 9
 
@@ -64,3 +66,11 @@ def test_whole_weights_are_not_rounded() -> None:
         method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
     with pytest.raises(UserError, match=r"outer_momentum is 1\.0; it must be less than 1"):
         methods.gasloc(outer_momentum=1.0)
+
+
+def test_it_does_not_go_with_an_eager_merge() -> None:
+    """That makes messages to compute with, and a replica would take one of these for what it has sent."""
+    model = nn.Linear(3, 1)
+    late = replace(methods.gasloc(every=4), schedule=Schedule(4, delay=4), merge="eager")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"merge is Eager\(\), which GossipDrift does not go with; choose another"):
+        late.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())

@@ -169,6 +169,9 @@ class Weights:
         if sends_weights(outer) and (merge.only_sent or merge.turn):
             told = f"merge is {merge}, which is for pseudo-gradients, and {type(outer).__name__} sends whole weights"
             raise UserError(f"{told}; choose another, such as kept, or use diloco")
+        if merge.eager and getattr(outer, "notes_messages", False):
+            told = f"merge is {merge}, which {type(outer).__name__} does not go with"
+            raise UserError(f"{told}; choose another, such as kept, or use noloco")
 
     def offer(self, fault: str) -> Offer[Tensor]:
         """The progress since the last round; with a fault none, and the weights go back to the anchor."""

@@ -20,6 +20,7 @@ class GossipDrift(OuterOptimizer):
     """
 
     sends_weights = True
+    notes_messages = True
 
     def __init__(self, anchors: Iterable[Tensor], lr: float = 0.7, momentum: float = 0.5, gamma: float = 1.0) -> None:
         super().__init__(anchors, {"lr": lr, "momentum": momentum, "gamma": gamma})

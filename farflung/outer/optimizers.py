@@ -28,6 +28,8 @@ class OuterOptimizer(torch.optim.Optimizer):
     """Whether messages are as large as the weights. Rounding them would lose the small steps between rounds."""
     in_second_half = False
     """Whether only the second half of a message is, so that the first may be rounded."""
+    notes_messages = False
+    """Whether it notes each message that it makes, so that none may be made but to be sent."""
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """What this replica puts on the wire, for the anchor φ and the weights θ, both flat: by default Δ = φ - θ.
