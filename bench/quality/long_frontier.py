@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from bench.lib.runs import Runs, around, changes, in_words, regime
-from bench.lib.search import AXES, WITH_MUON, tune
+from bench.lib.search import AXES, START, WITH_MUON, tune
 from bench.lib.store import Result, Settings, Store
 from bench.lib.table import Part, Table
 from bench.quality.frontier import Row, draw_values, on_frontier
@@ -28,6 +28,7 @@ ROWS: dict[str, Settings] = {
     "diloco": {"method": "diloco", **EVERY},
     "diloco, ef-int2": {"method": "diloco", "codec": "ef-int2", **EVERY},
     "streaming-diloco": {"method": "streaming-diloco", "fragments": 2, "delay": 2, **EVERY},
+    "decoupled-diloco": {"method": "decoupled-diloco", "fragments": 2, "delay": 2, **EVERY},
     "eager-diloco": {"method": "eager-diloco", **EVERY},
     "dilocox": {"method": "dilocox", "codec": "ef-lowrank18-int4", "adapt": False, **EVERY},
     "sparseloco": {"method": "sparseloco", **EVERY},
@@ -37,6 +38,7 @@ ROWS: dict[str, Settings] = {
     "nolocox": {"method": "nolocox", "adapt": False, **EVERY},
     "gasloc": {"method": "gasloc", **EVERY},
     "factored-gossip": {"method": "factored-gossip", **EVERY},
+    "gpa": {"method": "gpa", "inner": "gpa", **EVERY},
     "local": {"method": "local"},
     "dynamic-threshold": {"method": "dynamic-threshold"},
     "sparta": {"method": "sparta"},
@@ -73,7 +75,8 @@ SMOKE = Options(steps=(8, 16), rows=("ddp", "diloco", "noloco"), seeds=(0,), bud
 def run(options: Options, store: Store) -> Iterator[Part]:
     def row(name: str) -> list[Future[Result]]:
         settings = options.at(options.steps[0]) | MUON | ROWS[name]
-        found = tune(runs, name, settings, options.budget, options.seeds[0], AXES[:1], WITH_MUON)
+        begin = WITH_MUON if settings["inner"] == "muon" else START
+        found = tune(runs, name, settings, options.budget, options.seeds[0], AXES[:1], begin)
         return [
             future for steps in options.steps for future in runs.start_all(found | options.at(steps), options.seeds)
         ]
