@@ -1,15 +1,15 @@
 """Which methods reach the least loss for their bytes in runs of hundreds of rounds?
 The question of frontier with Muon inside and rounds every 8 steps, at two lengths, the baseline ddp. Every row has the
 learning rate that one search with one budget has found at the shorter, on the first seed, and keeps it at the longer.
-Takes about two hours on two cores with one seed, half of it for the rows that send something in each step; what is
-made is kept, so that it can be stopped and goes on.
+Takes about two hours on two cores with one seed, half of it for the rows that send something in each step, and three
+more for those on the frontier with a larger model; what is made is kept, so that it can be stopped and goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -45,6 +45,8 @@ ROWS: dict[str, Settings] = {
     "demo": {"method": "demo", "inner": "sign"},
 }
 """All rows; those that have a round in each step come last, since they take three times as long."""
+BEST = "ddp", "des-loc", "diloco", "streaming-diloco", "diloco, ef-int2", "noloco, modulo4", "nolocox", "local"
+"""Those on the frontier of the longest runs."""
 CLAIMS = (("dilocox", "diloco", 1.0), ("noloco", "diloco", 1.0), ("nolocox", "noloco", 2.0))
 """Which row is said to come within so many per cent of which other one."""
 
@@ -61,15 +63,21 @@ class Options:
     """Runs that the search of each row may make."""
     model: str = "micro"
     """What is trained."""
+    larger: tuple[str, ...] = ("tiny",)
+    """Models on which the rows on the frontier are made, too, with the settings found."""
     replicas: int = 8
     """Copies of the model."""
+
+    def on(self, model: str) -> Options:
+        """The rows that are made on a larger model."""
+        return replace(self, model=model, rows=tuple(name for name in self.rows if name in BEST))
 
     def at(self, steps: int) -> Settings:
         """What all rows of a length have in common."""
         return regime(steps, self.model, self.replicas)
 
 
-SMOKE = Options(steps=(8, 16), rows=("ddp", "diloco", "noloco"), seeds=(0,), budget=1, replicas=2)
+SMOKE = Options(steps=(8, 16), rows=("ddp", "diloco", "noloco"), seeds=(0,), budget=1, larger=(), replicas=2)
 
 
 def run(options: Options, store: Store) -> Iterator[Part]:
@@ -83,6 +91,10 @@ def run(options: Options, store: Store) -> Iterator[Part]:
 
     with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.rows)) as threads:
         for future in [future for futures in threads.map(row, options.rows) for future in futures]:
+            future.result()
+        larger = [(options.on(model), steps) for model in options.larger for steps in options.steps]
+        wanted = [store.chosen[name] | one.at(steps) for one, steps in larger for name in one.rows]
+        for future in [future for settings in wanted for future in runs.start_all(settings, options.seeds)]:
             future.result()
     for parts in tables(store, options).values():
         yield from parts
@@ -98,8 +110,15 @@ def rows_of(store: Store, options: Options, steps: int) -> dict[str, Row]:
 def tables(store: Store, options: Options) -> dict[str, list[Part]]:
     """Loss against bytes at each length, and how far those are from each other that are said to be level."""
     found = {steps: rows for steps in options.steps if (rows := rows_of(store, options, steps))}
+    larger: list[Part] = [
+        by_bytes(f"{model}, {steps} steps", rows)
+        for model in options.larger
+        for steps in options.steps
+        if (rows := rows_of(store, options.on(model), steps))
+    ]
     return {
-        "long frontier": [by_bytes(steps, rows) for steps, rows in found.items()],
+        "long frontier": [by_bytes(f"{steps} steps", rows) for steps, rows in found.items()],
+        **({"long frontier, larger": larger} if larger else {}),
         "long claims": [by_claim(found)],
     }
 
@@ -110,7 +129,7 @@ def gaps_of(rows: dict[str, Row]) -> dict[str, list[float]]:
     return {name: gaps for name, row in rows.items() if (gaps := changes(row.results, ddp))}
 
 
-def by_bytes(steps: int, rows: dict[str, Row]) -> Table:
+def by_bytes(title: str, rows: dict[str, Row]) -> Table:
     gaps = gaps_of(rows)
     best = on_frontier(gaps, {name: row.megabytes for name, row in rows.items()})
     columns = ("method", "loss", "to ddp", "rounds", "MB a replica", "fewer than ddp", "on the frontier", "tuned to")
@@ -128,7 +147,7 @@ def by_bytes(steps: int, rows: dict[str, Row]) -> Table:
             in_words({"lr": row.settings["lr"]}),
         )
 
-    return Table(dict.fromkeys(columns, ""), map(line, rows.values()), f"{steps} steps")
+    return Table(dict.fromkeys(columns, ""), map(line, rows.values()), title)
 
 
 def by_claim(found: dict[int, dict[str, Row]]) -> Table:
