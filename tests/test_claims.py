@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -134,6 +135,17 @@ def rda() -> list[float]:
     return [min(found), max(found)]
 
 
+def doubled(way: str) -> Figures:
+    """What a doubling of the replicas adds to a gap in 200 steps, and in 800."""
+    return lambda: [number(row[-1]) for row in rows_of("long scaling") if row[0] == way]
+
+
+def grew_last() -> list[float]:
+    """The most that a gap grows by from 16 to 32 replicas after 800 steps, of two methods."""
+    rows = [next(row for row in reversed(rows_of("long scaling")) if row[0] == way) for way in ("diloco", "noloco")]
+    return [max(number(row[4]) - number(row[3]) for row in rows)]
+
+
 def began_and_ended() -> list[float]:
     """Gaps to the better ddp of DiLoCo as published, and of the best that was found."""
     return [number(cell("gap", 4, "DiLoCo as published")), gaps()[1]]
@@ -225,6 +237,9 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"cost (\S+)% after 100 rounds", late("800", "kept")),
     (FAILED, r"and (\S+) ± (\S+)% after 400\]", late("3200", "kept", spread=True)),
     (FAILED, r"eager ones (\d+)% after 100", late("800", "eager")),
+    (EVIDENCE, r"doubling of the replicas adds (\S+) per cent .* in 200 steps, and (\S+) in 800", doubled("diloco")),
+    (EVIDENCE, r"to `noloco`'s (\S+), then (\d\.\d+)\.", doubled("noloco")),
+    (EVIDENCE, r"neither gap grows by more than (\S+) points", lambda: [math.ceil(grew_last()[0] * 10) / 10]),
     (CHOOSE, r"to (\S+)% in 3200 steps, and to (\S+)% in 12,800", longer(PAIRS, "3200", "12800")),
     (CHOOSE, r"\[cost (\S+) ± (\S+)%\]", late("3200", "kept", spread=True)),
     (FAILED, r"\[(\d)% worse\]\(evidence.md#unlike-data\)", unlike),
