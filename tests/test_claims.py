@@ -191,8 +191,14 @@ def larger_model() -> list[float]:
     return [*gap.values()]
 
 
-def rank_correlation() -> list[float]:
-    return [number(cell("transfer ranks", 2, "tiny as tuned"))]
+def on_small() -> list[float]:
+    """By how many per cent three rows are above ddp on the largest model."""
+    names = "diloco, every 20", "noloco, every 5", "sparseloco, every 5"
+    return [100 * (number(cell("transfer", 5, name)) / number(cell("transfer", 5, "ddp")) - 1) for name in names]
+
+
+def rank_correlation(model: str) -> Figures:
+    return lambda: [number(cell("transfer ranks", 2, f"{model} as tuned"))]
 
 
 ALL, PAIR = "diloco, among all", "noloco"
@@ -315,7 +321,13 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (EVIDENCE, r"every 100 by (\S+) and (\S+)%", published("noloco, every 100", "diloco, every 100", "800", "3200")),
     (EVIDENCE, r"(\d+)% above ddp on `micro` and (\d+)% on `tiny`, `noloco` every 5 (\d+)% and (\d+)%", larger_model),
-    (EVIDENCE, r"the correlation of the ranks is (0\.\d+), and no row moves by more than two", rank_correlation),
+    (
+        EVIDENCE,
+        r"the correlation of the ranks is (0\.\d+), and no row moves by more than two",
+        rank_correlation("tiny"),
+    ),
+    (EVIDENCE, r"correlation with those on `micro` is (0\.\d+)", rank_correlation("small")),
+    (EVIDENCE, r"(\d)% for `diloco` every 20 steps, (\d)% for\s`noloco` every 5, (\d)% for `sparseloco`", on_small),
 ]
 """A page, words on it with figures, and what these are by the tables."""
 
