@@ -76,7 +76,8 @@ class SlowAdamW(torch.optim.Optimizer):
         θ ← (1 - lr·decay)·θ - lr·((1 - ω)·m̂ + ω·ŝ) / (√v̂ + ε)
 
     ω is slow_share, βₛ slow_momentum; a hat divides by 1 - βᵗ after t steps, as ever. What replicas have in common is
-    forgotten by m between two rounds; s remembers it, and is averaged between them.
+    forgotten by m between two rounds; s remembers it, and is averaged between them, and v with it. Choose β₂ ≥ βₛ: a
+    weight that gets no gradients for long, as that of a rare token, else goes along s / √v with a v that is forgotten.
     """
 
     def __init__(

@@ -51,7 +51,8 @@ class Inner:
 
 def _adamw(named: Any, slow_share: float = 0.0, slow_momentum: float = 0.999, **settings: Any) -> torch.optim.Optimizer:
     if slow_share:
-        return SlowAdamW(named, slow_share=slow_share, slow_momentum=slow_momentum, **settings)
+        betas = (0.9, max(0.95, slow_momentum))  # sizes forgotten sooner would leave it to be divided by nothing
+        return SlowAdamW(named, betas=betas, slow_share=slow_share, slow_momentum=slow_momentum, **settings)
     return torch.optim.AdamW(named, betas=(0.9, 0.95), fused=True, **settings)
 
 

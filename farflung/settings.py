@@ -235,7 +235,8 @@ class Settings:
         chosen, own = inner.INNER[self.inner.inner] if self.inner.inner else method.inner, self.inner
         of_inner = {name: value for name, value in vars(own).items() if name in OF_INNER}
         if own.slow_share and method.outer:
-            moments = outer.AveragedMoments((("slow_momentum", own.slow_rounds or 4),))
+            rounds = own.slow_rounds or 4  # with the size that it is divided by, which one may have of other gradients
+            moments = outer.AveragedMoments((("slow_momentum", rounds), ("exp_avg_sq", rounds)))
             method = replace(method, companions=(*method.companions, moments))
         if own.muon_align and method.outer:
             method = replace(method, companions=(*method.companions, outer.AlignedSteps()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from problem import flat, inner_steps, small_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from farflung import methods
 from farflung.errors import UserError
@@ -51,6 +51,22 @@ def test_each_kind_is_averaged_at_its_own_rhythm() -> None:
     for one, other, plain in zip(seen, wanted, trained({}), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
         assert float((one - plain).norm()) > 20 * float((one - other).norm())
+
+
+def test_what_only_others_have_gradients_of_waits_for_a_second_moment() -> None:
+    """First moments are averaged before second ones: divided by none, they sent the weight of a rare token to 10⁴."""
+
+    def work(network: SimulatedNetwork) -> float:
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with methods.des_loc(every=EVERY).attach(model, optimizer, network):
+            for _ in range(STEPS):
+                model.weight.grad = torch.tensor([[float(network.rank), 1.0], [1.0, 1.0]]) * 1e-3
+                optimizer.step()
+        return float(model.weight.detach().abs().max())
+
+    assert max(Simulation(2).run(work)) < 1e-2 * STEPS * 2
 
 
 def test_after_a_death_nobody_waits_for_the_moments_of_one_that_knew_of_it_before_the_round() -> None:

@@ -81,7 +81,7 @@ def test_it_goes_on_from_its_state_bit_for_bit(inner: str) -> None:
 def test_replicas_average_it_at_its_rhythm() -> None:
     """After each second round it is the same; in between it is each replica's own, as the fast one always is."""
     method = Settings.of(method="diloco", every=2, inner="adamw", slow_share=0.5, slow_rounds=2).method()
-    assert method.companions == (AveragedMoments((("slow_momentum", 2),)),)
+    assert method.companions == (AveragedMoments((("slow_momentum", 2), ("exp_avg_sq", 2))),)
 
     def work(network: SimulatedNetwork) -> list[dict[str, Tensor]]:
         model = nn.Linear(3, 4, bias=False).double()
@@ -98,7 +98,43 @@ def test_replicas_average_it_at_its_rhythm() -> None:
     one, other = Simulation(2).run(work)
     same = [torch.equal(a["slow_momentum"], b["slow_momentum"]) for a, b in zip(one, other, strict=True)]
     assert same == [False, False, False, True, False, False, False, True]
+    assert same == [torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(one, other, strict=True)]
     assert not any(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(one, other, strict=True))
+
+
+def furthest(make: Any, steps: int, seen: int) -> float:
+    """How far a weight goes whose gradient comes in the first steps only, as the embedding of a rare token."""
+    weight = nn.Parameter(torch.zeros(1, 1))
+    optimizer = make([("embedding", weight)], lr=1.0, weight_decay=0.0)
+    for step in range(steps):
+        weight.grad = torch.full((1, 1), 1e-3 * (step < seen))
+        optimizer.step()
+    return abs(float(weight))
+
+
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_what_gets_no_gradients_any_more_stays_near(inner: str) -> None:
+    """The size of gradients was forgotten before the slow momentum was, and divided that by next to nothing."""
+    plain = {"adamw": ADAMW, "muon": MUON}[inner]
+    slow = plain.having(slow_share=0.5)
+    assert furthest(slow.make, 800, 1) < 5 * furthest(plain.make, 800, 1)
+
+
+def test_what_only_another_replica_has_gradients_of_goes_as_far_as_there() -> None:
+    """A replica had the others' slow momentum, and no size of gradients to divide it by: its weights went to 10⁴."""
+    method = Settings.of(method="diloco", every=2, inner="adamw", slow_share=0.5, slow_rounds=1).method()
+
+    def work(network: SimulatedNetwork) -> float:
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = method.inner.make(model.named_parameters(), lr=0.01, weight_decay=0.0)
+        with method.attach(model, optimizer, network):
+            for _ in range(20):
+                model.weight.grad = torch.tensor([[float(network.rank), 1.0], [1.0, 1.0]]) * 1e-3
+                optimizer.step()
+        return float(model.weight.abs().max())
+
+    assert max(Simulation(2).run(work)) < 0.01 * 20 * 2
 
 
 @pytest.mark.parametrize(

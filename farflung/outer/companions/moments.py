@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 STEP = 2.0**-30
 """What a step counts in messages: next to moments, which a message's size is judged by, that is nothing."""
 
+SQUARE = "exp_avg_sq"
+"""What kinds of Adam call the mean of squares that they divide their other moments by."""
 
 NONE_KEPT = "no attached optimizer keeps %s, so only weights are averaged; give attach one that does, such as AdamW"
 
@@ -46,7 +48,7 @@ class AveragedMoments:
     A moment forgets slowly or fast, and need not be averaged more often than it does. What is averaged travels as
     float32 among those who held the round, which wait for it; the numbers of steps that moments are divided by are
     averaged with them, since replicas that come late have had fewer. One whose moments are not finite takes the
-    others'.
+    others'. One that has had no gradient of a value yet leaves its moments at nought until their size is averaged, too.
 
     Args:
         rhythms: kinds of state by their names, such as exp_avg, and the rounds from one average to the next.
@@ -139,6 +141,14 @@ class Moments(Along):
         return {n: one.state[p] for one in optimizers for n, p in named.items() if one.state.get(p)}
 
 
+def _leave_undivided(state: Mapping[str, Any], kinds: Sequence[str]) -> None:
+    """Takes nothing of moments where this replica has had no gradient yet, by whose size they would be divided."""
+    if (square := state.get(SQUARE)) is not None:
+        for kind in kinds:
+            if kind in state:
+                own_of(state[kind]).masked_fill_(own_of(square) == 0, 0)
+
+
 class Due:
     """The moments of a fragment that are averaged after a round.
 
@@ -192,6 +202,8 @@ class Due:
                     step.fill_(max(1.0, number / STEP))
         for kind, flat in flats.items():
             self._fragment.keeper.scatter(flat, self._local(kind))
+        for state in self._states.values():
+            _leave_undivided(state, self._due)
 
     @property
     def _cells(self) -> list[Cell]:
