@@ -13,6 +13,7 @@ from farflung.inner import Muon
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import AlignedSteps
 from farflung.settings import Settings
+from farflung.training.cautions import cautions
 
 EVERY = 4
 
@@ -79,6 +80,18 @@ def test_a_matrix_may_get_its_first_gradient_after_a_round() -> None:
 def test_it_is_only_asked_of_muon_where_rounds_are_held() -> None:
     assert Settings.of(method="diloco", muon_align=0.5).method().companions == (AlignedSteps(),)
     assert Settings.of(method="ddp", muon_align=0.5).method().companions == methods.ddp().companions
+
+
+@pytest.mark.parametrize("method", ["ddp", "local", "ist", "resist"])
+def test_it_is_told_where_rounds_tell_muon_nothing(method: str) -> None:
+    (told,) = cautions(Settings.of(method=method, muon_align=0.5, steps=100))
+    assert told == f"muon_align is 0.5, but {method} averages no matrices in rounds; it changes nothing"
+
+
+@pytest.mark.parametrize(("method", "count"), [("ddp", 1), ("local", 1), ("ist", 0), ("diloco", 0)])
+def test_it_is_told_where_no_round_averages_slow_momenta(method: str, count: int) -> None:
+    told = cautions(Settings.of(method=method, slow_share=0.5, slow_rounds=2, steps=100))
+    assert told == [f"slow_rounds is 2, but {method} averages no slow momenta; it changes nothing"][:count]
 
 
 def test_it_is_told_where_nobody_follows() -> None:

@@ -8,7 +8,8 @@ from farflung.settings import Settings
 
 def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
-    return [line for line in (_without_rounds(settings) or _rest_alone(settings), _another_method(settings)) if line]
+    told = _without_rounds(settings) or _rest_alone(settings), _another_method(settings), _not_averaged(settings)
+    return [line for line in told if line]
 
 
 def _without_rounds(settings: Settings) -> str:
@@ -50,3 +51,14 @@ def _another_method(settings: Settings) -> str:
         f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
         f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
     )
+
+
+def _not_averaged(settings: Settings) -> str:
+    """A warning for settings of what rounds tell inner optimizers, where they tell nothing; "" for others."""
+    method, own, name = settings.method(), settings.inner, settings.rounds.method
+    without_rounds = method.outer is None or method.schedule.every is None
+    if own.muon_align and (without_rounds or method.dealing):
+        return f"muon_align is {own.muon_align}, but {name} averages no matrices in rounds; it changes nothing"
+    if own.slow_rounds and without_rounds:
+        return f"slow_rounds is {own.slow_rounds}, but {name} averages no slow momenta; it changes nothing"
+    return ""
