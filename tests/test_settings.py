@@ -25,6 +25,7 @@ from farflung.tables import (
     help_of,
     setting,
 )
+from farflung.training.cautions import cautions
 
 
 @given(
@@ -207,3 +208,18 @@ def test_a_method_with_an_inner_optimizer_of_its_own_keeps_it(monkeypatch: pytes
     settled = Settings.of(method="theirs").settled()
     assert settled.inner.inner is None and settled.inner.lr == 0.25 and settled.method().inner is own
     assert Settings.of(method="theirs", inner="adamw").settled().method().inner is INNER["adamw"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"method": "local"}, ["over the run's last rounds, and local holds none; it changes nothing"]),
+        ({"every": 50}, ["in which one round ends at most; it averages nothing; give a larger part"]),
+        ({"every": 50, "every_final": 10}, []),
+        ({"every": 20}, []),
+        ({"method": "ddp"}, []),
+    ],
+)
+def test_a_tail_without_two_rounds_is_told(given: dict[str, Any], told: list[str]) -> None:
+    settings = Settings.of(**{"method": "diloco"} | given, steps=400, tail_average=0.1)
+    assert [line.partition(", ")[2] for line in cautions(settings)] == told

@@ -8,8 +8,8 @@ from farflung.settings import Settings
 
 def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
-    told = _without_rounds(settings) or _rest_alone(settings), _another_method(settings), _not_averaged(settings)
-    return [line for line in told if line]
+    told = _without_rounds(settings) or _rest_alone(settings), _another_method(settings)
+    return [line for line in (*told, _not_averaged(settings), _short_tail(settings)) if line]
 
 
 def _without_rounds(settings: Settings) -> str:
@@ -61,4 +61,17 @@ def _not_averaged(settings: Settings) -> str:
         return f"muon_align is {own.muon_align}, but {name} averages no matrices in rounds; it changes nothing"
     if own.slow_rounds and without_rounds:
         return f"slow_rounds is {own.slow_rounds}, but {name} averages no slow momenta; it changes nothing"
+    return ""
+
+
+def _short_tail(settings: Settings) -> str:
+    """A warning for a tail average of one round, or none; "" for others."""
+    share, schedule, name = settings.inner.tail_average, settings.method().schedule, settings.rounds.method
+    if not share:
+        return ""
+    if schedule.every is None:
+        return f"tail_average is {share}, over the run's last rounds, and {name} holds none; it changes nothing"
+    apart = min(schedule.every, schedule.final or schedule.every)
+    if schedule.fragments == 1 and share * settings.run.steps <= apart:
+        return f"tail_average is {share}, in which one round ends at most; it averages nothing; give a larger part"
     return ""
