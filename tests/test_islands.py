@@ -65,6 +65,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "noloco": {"replicas": 2, "stages": 2, "method": "noloco", "every": 2},
     "streaming-diloco": {"replicas": 2, "shard": 2, "method": "streaming-diloco", "every": 4, "codec": "float32"},
     "dilocox": {"replicas": 2, "stages": 2, "method": "dilocox", "every": 2, "codec": "ef-lowrank8-int8"},
+    "rda of shards": {"replicas": 2, "shard": 2, "method": "diloco", "every": 2, "fuse": "rda"},
+    "rda of stages": {"replicas": 2, "stages": 2, "method": "diloco", "every": 2, "fuse": "rda"},
     "random routes": {"replicas": 2, "stages": 2, "routes": "random"},
     "8 bits": {"stages": 4, "boundary": "int8"},
     "mixture": {"stages": 2, "shard": 2, "data": f"0.6*{LIBRARY}/json/*.py + 0.4*{LIBRARY}/email/*.py"},

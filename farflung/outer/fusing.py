@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from farflung.codecs.values import rescaled, unscaled
 from farflung.errors import UserError
+from farflung.hooks.embedded import table_names
 from farflung.networks import PeerLostError, Pending
 from farflung.outer.bundles import Cells
 from farflung.outer.columns import Message
@@ -37,9 +38,7 @@ class Radial:
     """
 
     def __init__(self, fragment: Fragment, model: nn.Module) -> None:
-        kinds = nn.Embedding, nn.EmbeddingBag
-        tables = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
-        plain = {name for name, parameter in fragment.named.items() if id(parameter) in tables}
+        plain = table_names(model)
         self._turned = {cell.name: [piece.parameter not in plain for piece in cell.pieces] for cell in fragment.cells}
 
     def apart(self, message: Message) -> Message:

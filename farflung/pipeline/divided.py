@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from farflung.hooks.embedded import table_names
 from farflung.hooks.shards import own_of
 from farflung.inner import MuonAdamW
 from farflung.networks import Traffic
@@ -74,7 +75,9 @@ class DividedIsland(Island):
         self._tied = self._embeddings() if division.tied and self._count > 1 else None
         buffers = {name: buffer for piece in pieces for name, buffer in persistent_buffers(piece.model).items()}
         self._lies = self._layout()
-        self._part = LocalModel(self._owned(), buffers, self._lies)
+        own_tables = [name for piece in pieces for name in table_names(piece.model)]
+        tables = {name for names in self.told(own_tables) for name in names}
+        self._part = LocalModel(self._owned(), buffers, self._lies, tables)
         self.model: nn.Module = self._part
         self._stages = [self._stage(piece, number) for number, piece in enumerate(pieces)]
         self._schedule: Any = SCHEDULES[settings.pipeline_schedule](

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,19 @@ class LocalModel(nn.Module):
     Args:
         parameters: whole or sharded, by their names in the whole model.
         layout: how the parameters lie in the replica.
+        tables: the names of the whole model's tables of embeddings.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], layout: Layout) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        layout: Layout,
+        tables: Collection[str],
+    ) -> None:
         super().__init__()
         self.layout = layout
+        self.names_of_tables = tables
         self._origins = dict(parameters)
         local = {name: own_of(parameter) for name, parameter in parameters.items()}
         self._own = {
