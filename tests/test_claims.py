@@ -243,6 +243,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"cost (\S+)% after 100 rounds", late("800", "kept")),
     (FAILED, r"and (\S+) ± (\S+)% after 400\]", late("3200", "kept", spread=True)),
     (FAILED, r"eager ones (\d+)% after 100", late("800", "eager")),
+    (
+        EVIDENCE,
+        r"costs\s(\S+)% where it is half of each step, (\S+)% where it forgets sooner",
+        lambda: [part("800", name)()[0] for name in ("a slow momentum, averaged", "one that forgets sooner")],
+    ),
+    (EVIDENCE, r"as a tenth of each step nothing \((\S+)%\)", part("800", "less of it")),
     (EVIDENCE, r"doubling of the replicas adds (\S+) per cent .* in 200 steps, and (\S+) in 800", doubled("diloco")),
     (EVIDENCE, r"to `noloco`'s (\S+), then (\d\.\d+)\.", doubled("noloco")),
     (EVIDENCE, r"neither gap grows by more than (\S+) points", lambda: [math.ceil(grew_last()[0] * 10) / 10]),
