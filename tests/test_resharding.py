@@ -59,7 +59,7 @@ def part_of(mesh: Mesh, network: SimulatedNetwork, buffers: bool = False) -> Loc
             (rows[coordinates.shard] if coordinates.shard < len(rows) else whole[name][:0]).clone()
         )
     means = {f"layers.{name.split('.')[1]}.mean": torch.zeros(3) for name in here if buffers}
-    return LocalModel(own, means, SimulatedLayout(OUTLINE, here, network, mesh))
+    return LocalModel(own, means, SimulatedLayout(OUTLINE, here, network, mesh), tables=())
 
 
 def buffer_of(name: str) -> Tensor:
@@ -192,7 +192,7 @@ def test_unlike_islands_refuse_what_only_alike_ones_can_average() -> None:
 
     def work(process: SimulatedNetwork) -> str:
         part = part_of(mesh, process)
-        model = LocalModel(dict(part.named_parameters()), {"layers.0.mean": torch.zeros(3)}, part.layout)
+        model = LocalModel(dict(part.named_parameters()), {"layers.0.mean": torch.zeros(3)}, part.layout, tables=())
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
         with methods.diloco(every=2).attach(model, optimizer, Islands(process, mesh)):
             for parameter in model.parameters():
