@@ -46,7 +46,7 @@ ROWS: dict[str, Settings] = {
 }
 """All rows; those that have a round in each step come last, since they take three times as long."""
 BEST = "ddp", "des-loc", "diloco", "streaming-diloco", "diloco, ef-int2", "noloco, modulo4", "nolocox", "local"
-"""Those on the frontier of the longest runs."""
+"""Those on the frontier of the longest runs, and the nearest to it."""
 CLAIMS = (("dilocox", "diloco", 1.0), ("noloco", "diloco", 1.0), ("nolocox", "noloco", 2.0))
 """Which row is said to come within so many per cent of which other one."""
 
@@ -64,12 +64,12 @@ class Options:
     model: str = "micro"
     """What is trained."""
     larger: tuple[str, ...] = ("tiny",)
-    """Models on which the rows on the frontier are made, too, with the settings found."""
+    """Models on which the best rows are made, too, with the settings found."""
     replicas: int = 8
     """Copies of the model."""
 
     def on(self, model: str) -> Options:
-        """The rows that are made on a larger model."""
+        """The best rows, on a larger model."""
         return replace(self, model=model, rows=tuple(name for name in self.rows if name in BEST))
 
     def at(self, steps: int) -> Settings:
