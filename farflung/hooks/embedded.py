@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 KINDS = nn.Embedding, nn.EmbeddingBag
+"""The modules whose weight is such a table."""
 
 
 def table_names(model: nn.Module) -> Collection[str]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from farflung.codecs import Codec
 from farflung.errors import UserError
+from farflung.hooks.embedded import KINDS
 
 
 def sparse_names(model: nn.Module, named: Mapping[str, nn.Parameter], codec: Codec) -> set[str]:
@@ -16,8 +17,7 @@ def sparse_names(model: nn.Module, named: Mapping[str, nn.Parameter], codec: Cod
 
     Raises UserError where there are such and a codec would send whole tables of noughts.
     """
-    kinds = nn.Embedding, nn.EmbeddingBag
-    tables = [module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse]
+    tables = [module.weight for module in model.modules() if isinstance(module, KINDS) and module.sparse]
     found = {name for name, parameter in named.items() if any(parameter is table for table in tables)}
     if found and not codec.traits.omits_zeros:
         raise UserError(

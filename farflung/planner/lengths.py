@@ -37,12 +37,11 @@ class Lengths:
 
     def __init__(self, rows: Sequence[Gaps]) -> None:
         self._rows = rows
-        measured = {int(length) for row in rows for length in row}
-        self.shortest, self.longest = min(measured), max(measured)
+        self._shortest = min(int(length) for row in rows for length in row)
 
     def known(self, row: Gaps, steps: int) -> bool:
         """Whether a run is as long as the shortest of a row; below that nothing is known of it."""
-        return max(steps, self.shortest) >= _by_length(row)[0][0]
+        return max(steps, self._shortest) >= _by_length(row)[0][0]
 
     def gap(self, row: Gaps, steps: int) -> Gap:
         """A row's gap in a run of so many inner steps."""
