@@ -45,6 +45,13 @@ def written_by_farflung(folder: Path) -> bool:
     return (folder / "logs" / "config.toml").exists() or bool(event_files(folder))
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """A run folder itself, or those right below a folder that is none; the path itself where there are none."""
+    own = folder.is_file() or written_by_farflung(folder) or event_files(folder)
+    below = [] if own else [one for one in folder.glob("*/") if (one / "config.toml").exists()]
+    return sorted(one for one in below if event_files(one)) or [folder]
+
+
 def files_below(folder: Path) -> Iterator[Path]:
     """The files in a folder and in those below it, but for farflung's own runs, in no order.
 

@@ -448,6 +448,15 @@ def test_a_browser_sees_a_run_fill_the_page_and_a_replica_that_is_killed(real: P
         training.kill()
 
 
+def test_a_folder_of_runs_is_watched_as_its_runs(real: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        shutil.copytree(real, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "none").mkdir()
+    with served(tmp_path / "runs") as address, urllib.request.urlopen(f"{address}/now", timeout=patience(30)) as answer:
+        now = answer.read().decode()
+    assert set(re.findall(r"\b(one|other|none)\b", "".join(re.findall(r"<h2[^>]*>.*?</h2>", now)))) == {"one", "other"}
+
+
 @pytest.mark.slow
 def test_a_ticket_leads_to_the_peers_and_a_page_elsewhere_gets_nothing(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path)

@@ -12,7 +12,7 @@ import tyro
 from farflung.cli.arguments import parse
 from farflung.cli.printing import working
 from farflung.errors import UserError, counted, disk_errors
-from farflung.files import event_files, typed
+from farflung.files import runs_in, typed
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,13 @@ def report(arguments: list[str]) -> None:
 
     from farflung.report import write_report
 
-    runs = [run for folder in options.runs for run in _runs_in(typed(folder))]
+    runs = [run for folder in options.runs for run in runs_in(typed(folder))]
     out = options.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with disk_errors(f"write {out}", "give another file with --out"):
         unread = write_report(runs, out, options.small)
     for line in unread:
         print(f"farflung: {line}", file=sys.stderr)
     print(f"farflung: report of {counted(len(runs), 'run')} in {out}")
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """A run folder itself, or those right below a folder that is none."""
-    below = [] if event_files(folder) else [one for one in folder.glob("*/") if (one / "config.toml").exists()]
-    return sorted(one for one in below if event_files(one)) or [folder]
 
 
 def export(arguments: list[str]) -> None:

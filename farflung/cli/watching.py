@@ -15,7 +15,7 @@ import tyro
 
 from farflung.cli.arguments import FAILURE, parse
 from farflung.errors import UserError
-from farflung.files import event_files, holds_no_run, written_by_farflung
+from farflung.files import event_files, holds_no_run, runs_in, typed, written_by_farflung
 from farflung.signals import on_stop_signals
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class WatchOptions:
     """What to watch."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders, and tickets of runs on the internet."""
+    """Run folders, folders of them, and tickets of runs on the internet."""
     port: int = 7447
     """The page's port on this machine; 0 takes a free one."""
     open: bool = False
@@ -82,7 +82,8 @@ class WatchOptions:
 def watch(arguments: list[str]) -> None:
     """Show runs on a page in a browser on this machine, live while they train."""
     options = parse(WatchOptions, arguments, "watch", watch.__doc__)
-    for path in options.runs:
+    paths = [path for given in options.runs for path in runs_in(typed(given))]
+    for path in paths:
         if not (path.is_file() or event_files(path) or written_by_farflung(path)):
             fault = "there are no events in it; give a folder that farflung train made, or a ticket"
             raise UserError(holds_no_run(path, fault) if path.exists() else f"there is no {path}; name a run folder")
@@ -94,7 +95,7 @@ def watch(arguments: list[str]) -> None:
         ) from error
     with contextlib.ExitStack() as visits:
         watched = [
-            visits.enter_context(_visited(path)) if path.is_file() else watching.Followed(path) for path in options.runs
+            visits.enter_context(_visited(path)) if path.is_file() else watching.Followed(path) for path in paths
         ]
         watching.serve(watched, options.port, options.open, lambda line: print(f"farflung: {line}", flush=True))
 
