@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,7 +44,7 @@ from farflung.workloads.registry import WORKLOADS
 
 if TYPE_CHECKING:
     from farflung import inner, outer
-    from farflung.outer import Method
+    from farflung.outer import Companion, Method
     from farflung.workloads import Workload
 else:
     inner, outer = Later("farflung.inner"), Later("farflung.outer")
@@ -236,8 +237,8 @@ class Settings:
         of_inner = {name: value for name, value in vars(own).items() if name in OF_INNER}
         if own.slow_share and method.outer:
             rounds = own.slow_rounds or 4  # with the size that it is divided by, which one may have of other gradients
-            moments = outer.AveragedMoments((("slow_momentum", rounds), ("exp_avg_sq", rounds)))
-            method = replace(method, companions=(*method.companions, moments))
+            kinds = method.companions, (("slow_momentum", rounds), ("exp_avg_sq", rounds))
+            method = replace(method, companions=_averaging(*kinds))
         if own.muon_align and method.outer:
             method = replace(method, companions=(*method.companions, outer.AlignedSteps()))
         return replace(method, inner=chosen.having(**of_inner))
@@ -288,6 +289,13 @@ class Settings:
     def with_settled_workload(self) -> Settings:
         """With what only the workload finds out, as the hash of the base that adapters are for. Raises UserError."""
         return replace(self, workload=self.workload.settled()) if isinstance(self.workload, Checked) else self
+
+
+def _averaging(companions: Sequence[Companion], rhythms: tuple[tuple[str, int], ...]) -> tuple[Companion, ...]:
+    """Companions of which one averages some moments, too."""
+    rest = tuple(one for one in companions if not isinstance(one, outer.AveragedMoments))
+    own = (one for one in companions if isinstance(one, outer.AveragedMoments))
+    return *rest, outer.AveragedMoments((*chain.from_iterable(one.rhythms for one in own), *rhythms))
 
 
 def names_that_may_differ(where: MayDiffer, settings: Settings) -> list[str]:

@@ -347,6 +347,7 @@ def test_fast_weights_follow_when_others_state_is_taken() -> None:
     ("method", "make"),
     [
         (replace(methods.des_loc(every=1), companions=(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 2))),)), adamw),
+        (replace(methods.des_loc(every=1), companions=(AveragedMoments((("exp_avg", 2), ("exp_avg", 3))),)), adamw),
         (methods.factored_gossip(every=1), adamw),
         (methods.gpa(every=1), primal),
     ],

@@ -15,6 +15,7 @@ from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import DisagreementError, Method, MomentumSchedule, Schedule
+from farflung.outer.optimizers import after_a_step
 from farflung.settings import Settings
 
 
@@ -26,11 +27,12 @@ def test_it_rises_along_a_line_and_falls_along_another() -> None:
     assert MomentumSchedule(0.8).at(0) == 0.8
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_rounds_step_with_the_momentum_of_their_time(delay: int) -> None:
+@pytest.mark.parametrize(("delay", "highest", "warmup"), [(0, 0.8, 6), (1, 0.8, 6), (0, 0.0, None)])
+def test_rounds_step_with_the_momentum_of_their_time(delay: int, highest: float, warmup: int | None) -> None:
     """Steps of 1 and of 3 in rounds of two: Δ is -4; buf ← μ·buf + Δ; φ ← φ - lr·(Δ + μ·buf)."""
-    settings = {"method": "diloco", "every": 2, "delay": delay, "outer_lr": 0.5, "outer_momentum": 0.8}
-    method = Settings.of(**settings, outer_momentum_warmup=6, outer_momentum_final=0.3, steps=20).method()
+    settings = {"method": "diloco", "every": 2, "delay": delay, "outer_lr": 0.5, "outer_momentum": highest}
+    method = Settings.of(**settings, outer_momentum_warmup=warmup, outer_momentum_final=0.3, steps=20).method()
+    assert method.outer and after_a_step(method.outer) == (1, {"momentum_buffer"})  # what newcomers expect of others
 
     def work(network: SimulatedNetwork) -> Tensor:
         model = nn.Linear(1, 1, bias=False).double()
@@ -44,8 +46,9 @@ def test_rounds_step_with_the_momentum_of_their_time(delay: int) -> None:
 
     position, buffer = 0.0, 0.0
     for landed in range(2 + delay, 21 + delay, 2):
-        rise, fall = 0.8 * landed / 6, 0.8 - 0.5 * min(1.0, (landed - 6) / 14)
-        momentum = rise if landed < 6 else fall
+        rises = warmup or 0
+        fall = highest + (0.3 - highest) * min(1.0, (landed - rises) / (20 - rises))
+        momentum = highest * landed / rises if landed < rises else fall
         buffer = momentum * buffer - 4.0
         position -= 0.5 * (-4.0 + momentum * buffer)
     assert float(Simulation(2).run(work)[0]) == pytest.approx(position, rel=1e-6)
@@ -59,6 +62,9 @@ def test_what_has_no_momentum_is_told_to_leave_it_out() -> None:
     for name, setting in chosen:
         with pytest.raises(UserError, match=f"^{name} has no setting {min(setting)}; remove it"):
             Settings.of(method=name, **setting).method()
+    for setting in ({"outer_momentum_final": 0.0}, {"outer_momentum_warmup": 3}):
+        with pytest.raises(UserError, match=f"^{min(setting)} is .*but outer_momentum is 0 and stays so; give another"):
+            Settings.of(method="diloco", outer_momentum=0.0, **setting).method()
     with pytest.raises(UserError, match="no outer optimizer; leave it out"):
         replace(methods.ddp(), momentum=MomentumSchedule(0.5))
     with pytest.raises(UserError, match="choose at least 0 and less than 1"):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from farflung.adamw import SlowAdamW
 from farflung.errors import UserError
 from farflung.inner import ADAMW, MUON, Muon
-from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import AveragedMoments
+from farflung.networks import Group, Pending, SimulatedNetwork, Simulation
+from farflung.outer import Average, AveragedMoments, Method, Schedule
 from farflung.settings import Settings
 
 STEPS = 30
@@ -100,6 +100,41 @@ def test_replicas_average_it_at_its_rhythm() -> None:
     assert same == [False, False, False, True, False, False, False, True]
     assert same == [torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(one, other, strict=True)]
     assert not any(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(one, other, strict=True))
+
+
+def test_with_other_moments_that_are_averaged_each_exchange_has_a_key_of_its_own() -> None:
+    """Two averaged moments at one round, under one key; what the one averages was no part of what replicas compare."""
+    method = Settings.of(method="des-loc", every=1, inner="adamw", slow_share=0.5, slow_rounds=4).method()
+    (averaged,) = method.companions
+    assert isinstance(averaged, AveragedMoments)
+    kinds = {"exp_avg": [3], "momentum_buffer": [3], "exp_avg_sq": [6, 4], "slow_momentum": [4]}
+    assert averaged.by_kind() == kinds
+
+    def work(network: SimulatedNetwork) -> tuple[list[str], list[str]]:
+        keys, exchange = [], network.exchange
+
+        def noted(packet: Tensor, group: Group, key: str) -> Pending[dict[int, Tensor]]:
+            keys.append(key)
+            return exchange(packet, group, key)
+
+        network.exchange = noted  # type: ignore[method-assign]
+        model = nn.Linear(3, 4, bias=False)
+        optimizer = method.inner.make(model.named_parameters(), lr=0.1, weight_decay=0.0)
+        with method.attach(model, optimizer, network) as outer:
+            for step in range(12):
+                model.weight.grad = gradient(100 * network.rank + step).float()
+                optimizer.step()
+        return keys, [str(outer.choices()["AveragedMoments"])]
+
+    (keys, (told,)), _ = Simulation(2).run(work)
+    assert len(keys) == len(set(keys))
+    assert "exp_avg'" in told and "slow_momentum" in told
+
+
+def test_two_companions_of_a_kind_are_refused() -> None:
+    moments = AveragedMoments((("exp_avg", 3),)), AveragedMoments((("exp_avg_sq", 6),))
+    with pytest.raises(UserError, match="AveragedMoments twice, and their exchanges one name; give one that does both"):
+        Method(Schedule(1), outer=Average, companions=moments)
 
 
 def furthest(make: Any, steps: int, seen: int) -> float:

@@ -112,15 +112,28 @@ def chosen(rounds: RoundSettings, seed: int = 0, steps: int = 0) -> Method:
         given["codec"] = codecs.codec_named(given["codec"])
     if "seed" in known:
         given["seed"] = seed
+    momentum = _momentum(rounds, given.get("outer_momentum", known.get("outer_momentum")), steps)
+    if momentum:  # with none at all an outer optimizer would be one without, which keeps none and does not look ahead
+        given["outer_momentum"] = momentum.highest or momentum.final
     method = RECIPES[rounds.method](**given)
     method = replace(method, fuse=rounds.fuse or method.fuse)
     if rounds.every_final is not None:
         method = replace(method, schedule=replace(method.schedule, final=rounds.every_final, steps=steps))
-    if OF_MOMENTUM & _of_others(rounds).keys():
-        highest, warmup = given.get("outer_momentum", known["outer_momentum"]), rounds.outer_momentum_warmup or 0
-        momentum = outer.MomentumSchedule(highest, warmup, rounds.outer_momentum_final, steps)
+    if momentum:
         method = replace(method, momentum=momentum)
     return method
+
+
+def _momentum(rounds: RoundSettings, highest: float | None, steps: int) -> outer.MomentumSchedule | None:
+    """How the outer momentum changes; None where it stays. Raises UserError where it would stay 0."""
+    warmup, final = rounds.outer_momentum_warmup, rounds.outer_momentum_final
+    if highest is None or (warmup is None and final is None):
+        return None
+    if not (highest or final):
+        name = "outer_momentum_final" if warmup is None else "outer_momentum_warmup"
+        told = f"{name} is {getattr(rounds, name)}, but outer_momentum is 0 and stays so"
+        raise UserError(f"{told}; give another outer_momentum, or leave {name} out")
+    return outer.MomentumSchedule(highest, warmup or 0, final, steps)
 
 
 def _of_others(rounds: RoundSettings) -> dict[str, str]:

@@ -113,6 +113,9 @@ class Method:
             raise UserError("an outer momentum is to change, and this method has no outer optimizer; leave it out")
         if self.companions and self.outer is None:
             raise UserError(f"{self.companions[0]} goes along with rounds, and a method without `outer` has none")
+        kinds = [type(companion).__name__ for companion in self.companions]
+        if twice := next((kind for kind in kinds if kinds.count(kind) > 1), ""):
+            raise UserError(f"companions has {twice} twice, and their exchanges one name; give one that does both")
         if self.fuse != "mean":
             self._check_fuse()
 

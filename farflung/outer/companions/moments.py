@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +53,8 @@ class AveragedMoments:
     others'. One that has had no gradient of a value yet leaves its moments at nought until their size is averaged, too.
 
     Args:
-        rhythms: kinds of state by their names, such as exp_avg, and the rounds from one average to the next.
+        rhythms: kinds of state by their names, such as exp_avg, and the rounds from one average to the next; one that
+            comes several times is averaged at each of its rhythms.
     """
 
     rhythms: tuple[tuple[str, int], ...]
@@ -63,15 +66,33 @@ class AveragedMoments:
 
     def added(self, method: Method, cells: Sequence[Cell]) -> Added:
         """See Companion: what the method's own inner optimizer keeps, and a number of steps a piece."""
-        rhythms, pieces = dict(self.rhythms), [piece for cell in cells for piece in cell.pieces]
+        rhythms, pieces = self.by_kind(), [piece for cell in cells for piece in cell.pieces]
         kept = kinds_kept(method.inner, {piece.parameter: len(piece.shape) for piece in pieces})
-        shares = [(piece, [1 / rhythms[kind] for kind in kept[piece.parameter] & rhythms.keys()]) for piece in pieces]
+        often = {kind: _often(each) for kind, each in rhythms.items()}
+        shares = [(piece, [often[kind] for kind in kept[piece.parameter] & often.keys()]) for piece in pieces]
         values = sum(piece.numel * sum(each) + max(each, default=0.0) for piece, each in shares)
         return Added(values, Everyone() if method.topology.identical else method.topology, hidden=False)
 
     def along(self, loop: OuterLoop) -> Along:
         """See Companion."""
-        return Moments(loop, dict(self.rhythms))
+        return Moments(loop, self.by_kind())
+
+    def by_kind(self) -> dict[str, list[int]]:
+        """The rhythms of each kind."""
+        kinds: dict[str, list[int]] = {}
+        for kind, rounds in self.rhythms:
+            kinds.setdefault(kind, []).append(rounds)
+        return kinds
+
+
+def _often(rhythms: Sequence[int]) -> float:
+    """In which part of the rounds at least one of some rhythms is due."""
+    several = [some for count in range(1, len(rhythms) + 1) for some in combinations(rhythms, count)]
+    return math.fsum((-1) ** (len(some) + 1) / math.lcm(*some) for some in several)
+
+
+def _is_due(round: int, rhythms: Sequence[int]) -> bool:
+    return any(round % rounds == 0 for rounds in rhythms)
 
 
 def kinds_kept(inner: Inner, dimensions: Mapping[str, int]) -> dict[str, set[str]]:
@@ -88,7 +109,7 @@ def kinds_kept(inner: Inner, dimensions: Mapping[str, int]) -> dict[str, set[str
 class Moments(Along):
     """One loop's moments."""
 
-    def __init__(self, loop: OuterLoop, rhythms: dict[str, int]) -> None:
+    def __init__(self, loop: OuterLoop, rhythms: Mapping[str, Sequence[int]]) -> None:
         self._loop = loop
         self._rhythms = rhythms
         plain = replace(loop.method, codec=Dense(), topology=Everyone(), fuse="mean")
@@ -113,7 +134,7 @@ class Moments(Along):
 
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Averages what is due after this round."""
-        due = [kind for kind, rounds in self._rhythms.items() if round % rounds == 0]
+        due = [kind for kind, rhythms in self._rhythms.items() if _is_due(round, rhythms)]
         group = tuple(rank for rank in result.group if rank not in result.missing)
         if not due or len(group) < 2:
             return
