@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from farflung import methods
-from farflung.inner import Muon
+from farflung.errors import UserError
+from farflung.inner import MUON, Muon
+from farflung.joint.maps import FirstRows
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import AlignedSteps
 from farflung.settings import Settings
 from farflung.training.cautions import cautions
+from farflung.training.core import check_core
 
 EVERY = 4
 
@@ -85,13 +88,15 @@ def test_it_is_only_asked_of_muon_where_rounds_are_held() -> None:
 @pytest.mark.parametrize("method", ["ddp", "local", "ist", "resist"])
 def test_it_is_told_where_rounds_tell_muon_nothing(method: str) -> None:
     (told,) = cautions(Settings.of(method=method, muon_align=0.5, steps=100))
-    assert told == f"muon_align is 0.5, but {method} averages no matrices in rounds; it changes nothing"
+    assert told == f"muon_align is 0.5, but {method} averages no matrices in rounds; it changes nothing; leave it out"
 
 
 @pytest.mark.parametrize(("method", "count"), [("ddp", 1), ("local", 1), ("ist", 0), ("diloco", 0)])
 def test_it_is_told_where_no_round_averages_slow_momenta(method: str, count: int) -> None:
     told = cautions(Settings.of(method=method, slow_share=0.5, slow_rounds=2, steps=100))
-    assert told == [f"slow_rounds is 2, but {method} averages no slow momenta; it changes nothing"][:count]
+    assert (
+        told == [f"slow_rounds is 2, but {method} averages no slow momenta; it changes nothing; leave it out"][:count]
+    )
 
 
 def test_it_is_told_where_nobody_follows() -> None:
@@ -100,3 +105,13 @@ def test_it_is_told_where_nobody_follows() -> None:
     method = replace(methods.diloco(), companions=(AlignedSteps(),))
     with pytest.warns(UserWarning, match="none that is attached has an align above 0, so nothing follows; give attach"):
         method.attach(model, optimizer, SimulatedNetwork.alone())
+
+
+def test_a_core_whose_rest_is_left_out_of_some_steps_is_refused() -> None:
+    """A round's movement of the rest was divided by all steps: its own steps shrank to two thirds at align=0.5."""
+    model = nn.Sequential(FirstRows(nn.Linear(4, 4, bias=False), 2))
+    optimizer = MUON.having(muon_align=0.5).make(model.named_parameters(), lr=0.1, weight_decay=0.0)
+    with pytest.raises(UserError, match=r"trained without its rest; leave out muon_align \(AlignedSteps\), or core"):
+        Settings.of(method="diloco", muon_align=0.5).method().attach(model, optimizer, SimulatedNetwork.alone())
+    with pytest.raises(UserError, match="core is lowrank4, which does not go with muon_align; leave one of them out"):
+        check_core(Settings.of(model="micro", core="lowrank4", muon_align=0.5))

@@ -213,7 +213,7 @@ def test_a_method_with_an_inner_optimizer_of_its_own_keeps_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "local"}, ["over the run's last rounds, and local holds none; it changes nothing"]),
+        ({"method": "local"}, ["over the run's last rounds, and local holds none; it changes nothing; leave it out"]),
         ({"every": 50}, ["in which one round ends at most; it averages nothing; give a larger part"]),
         ({"every": 50, "every_final": 10}, []),
         ({"every": 20}, []),

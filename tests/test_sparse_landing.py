@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,15 @@ def test_what_would_count_twice_or_is_no_pseudo_gradient_is_refused() -> None:
         method = OwnMethod(Schedule(every=2, delay=1), outer=Average, merge=merge)  # type: ignore[arg-type]
         with pytest.raises(UserError, match="Average sends whole weights; choose another, such as kept"):
             method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, lr=0.7), partial(torch.optim.Adam, lr=0.1)])
+def test_where_there_is_no_outer_momentum_nothing_can_be_turned_towards_it(make: Any) -> None:
+    """It was no other merge than kept then, without a word."""
+    model = nn.Linear(2, 2)
+    method = OwnMethod(Schedule(every=2, delay=1), outer=make, merge="turned")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"towards the outer momentum, and .* has none; give an outer_momentum above 0"):
+        method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), SimulatedNetwork.alone())
 
 
 def reference(gradient: list[float], momentum: list[float], merge: KeepTurned) -> list[float]:

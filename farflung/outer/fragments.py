@@ -169,6 +169,9 @@ class Weights:
         if sends_weights(outer) and (merge.only_sent or merge.turn):
             told = f"merge is {merge}, which is for pseudo-gradients, and {type(outer).__name__} sends whole weights"
             raise UserError(f"{told}; choose another, such as kept, or use diloco")
+        if merge.turn and not outer.param_groups[0].get("momentum"):
+            told = f"merge is {merge}, which turns towards the outer momentum, and {type(outer).__name__} has none"
+            raise UserError(f"{told}; give an outer_momentum above 0, or choose another, such as kept")
         if merge.eager and getattr(outer, "notes_messages", False):
             told = f"merge is {merge}, which {type(outer).__name__} does not go with"
             raise UserError(f"{told}; choose another, such as kept, or use noloco")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from farflung.inner import INNER
 from farflung.settings import Settings
 
+IDLE = "it changes nothing; leave it out"
+"""What to do with a setting that is without effect."""
+
 
 def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
@@ -58,9 +61,9 @@ def _not_averaged(settings: Settings) -> str:
     method, own, name = settings.method(), settings.inner, settings.rounds.method
     without_rounds = method.outer is None or method.schedule.every is None
     if own.muon_align and (without_rounds or method.dealing):
-        return f"muon_align is {own.muon_align}, but {name} averages no matrices in rounds; it changes nothing"
+        return f"muon_align is {own.muon_align}, but {name} averages no matrices in rounds; {IDLE}"
     if own.slow_rounds and without_rounds:
-        return f"slow_rounds is {own.slow_rounds}, but {name} averages no slow momenta; it changes nothing"
+        return f"slow_rounds is {own.slow_rounds}, but {name} averages no slow momenta; {IDLE}"
     return ""
 
 
@@ -70,7 +73,7 @@ def _short_tail(settings: Settings) -> str:
     if not share:
         return ""
     if schedule.every is None:
-        return f"tail_average is {share}, over the run's last rounds, and {name} holds none; it changes nothing"
+        return f"tail_average is {share}, over the run's last rounds, and {name} holds none; {IDLE}"
     apart = min(schedule.every, schedule.final or schedule.every)
     if schedule.fragments == 1 and share * settings.run.steps <= apart:
         return f"tail_average is {share}, in which one round ends at most; it averages nothing; give a larger part"

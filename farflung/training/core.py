@@ -70,6 +70,7 @@ def check_core(settings: Settings) -> None:
         "a swarm": island.swarm,
         "batched_replicas": island.batched_replicas,
         "independent replicas": settings.network.independent,
+        "muon_align": settings.inner.muon_align,  # whose mean step is of steps of which the rest has only some
         "published weights (--pretrained)": getattr(settings.workload, "pretrained", False),
     }.items():
         if why:

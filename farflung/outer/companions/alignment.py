@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.hooks.shards import own_of
 from farflung.inner import MEAN_STEP
+from farflung.joint.maps import maps_of
 from farflung.outer.companions.base import Added, Along
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ NOBODY_FOLLOWS = (
     "give attach farflung.inner.MuonAdamW with align=0.5, say, or leave AlignedSteps out"
 )
 
+CORED = (
+    "muon_align divides what a round has moved by the steps behind it, and in some of these a model's core is trained "
+    "without its rest; leave out muon_align (AlignedSteps), or core"
+)
+
 
 @dataclass(frozen=True)
 class AlignedSteps:
@@ -50,7 +57,9 @@ class AlignedSteps:
         return None
 
     def along(self, loop: OuterLoop) -> Along:
-        """See Companion; says so where nobody would follow."""
+        """See Companion; says so where nobody would follow. Raises UserError for a model with a core."""
+        if maps_of(loop.trained.model):
+            raise UserError(CORED)
         groups = [group for optimizer in loop.trained.optimizers for group in optimizer.param_groups]
         if not any(group.get("align") for group in groups):
             warnings.warn(NOBODY_FOLLOWS, stacklevel=5)
