@@ -585,6 +585,9 @@ def test_what_attach_is_given_is_looked_at() -> None:
         (methods.diloco(), methods.ddp(), "schedule: every: 50, not 1"),
         (methods.ddp(), methods.diloco(), "schedule: every: 1, not 50"),
         (methods.diloco(fragments=2), methods.diloco(), "schedule: fragments: 2, not 1"),
+        # It went on with the old momentum, without a word.
+        (methods.diloco(), methods.diloco(outer_momentum=0.3), "outer settings: momentum: 0.5, not 0.3"),
+        (methods.noloco(outer_lr=0.5), methods.noloco(), "outer settings: lr: 0.5, not 0.7"),
     ],
 )
 def test_a_state_of_another_method_is_refused(one: Method, other: Method, unlike: str) -> None:

@@ -199,7 +199,7 @@ class ParameterAveraging(OuterOptimizer):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups[0]["params"], {})
-        self.inner = inner
+        self.inner, self.defaults = inner, inner.defaults
 
     def message(self, anchor: Tensor, weights: Tensor) -> Tensor:
         """θ."""

@@ -327,10 +327,9 @@ class Session:
 
     def _facts(self) -> list[Fact]:
         """What must be equal on all replicas, besides the weights."""
-        group = self.outer.param_groups[0] if self.outer else {}
-        settings = {name: value for name, value in group.items() if name != "params"}
+        settings = {n: v for n, v in (self.outer.param_groups[0] if self.outer else {}).items() if n != "params"}
         choices = self.choices()
-        del choices["inner optimizers"]  # each may have its own
+        del choices["inner optimizers"], choices["outer settings"]  # the one may differ, the others are told above
         choices["outer optimizer"] += f" {described(settings)}" + (f" {told}" if (told := self.method.momentum) else "")
         return [Fact(what, (told,), SETTING) for what, told in choices.items()]
 
@@ -345,6 +344,7 @@ class Session:
             "adaptation": method.adapt,
             "way of averaging": method.averaging if method.fuse == "mean" else f"{method.averaging}, {method.fuse}",
             "outer optimizer": type(self.outer).__name__,
+            "outer settings": self.outer.defaults if self.outer else {},
             **{type(companion).__name__: companion for companion in method.companions},
             "holders": self.holders,
             "inner optimizers": [type(optimizer).__name__ for optimizer in self.trained.optimizers],
