@@ -18,7 +18,7 @@ def duration(seconds: float, digits: int = 1) -> str:
 
     Seconds below a minute have so many `digits`. What is below a tenth of a second is told in milliseconds.
     """
-    if 0 < seconds < 0.1 and digits:
+    if 0 < seconds < 0.0995 and digits:  # what is rounded to a tenth is none below it
         return f"{1000 * seconds:.2g} ms"
     if not math.isfinite(seconds) or round(seconds, digits) < 60:
         return f"{seconds:.{digits}f} s"
