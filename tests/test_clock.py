@@ -202,8 +202,11 @@ def test_where_all_have_as_many_steps_weights_change_no_bit(name: str, replicas:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Schedule("1s", fragments=2), "fragments is 2, but rounds by the clock have none"),
-        (lambda: Schedule("1s", final=20), "every_final is 20, but rounds by the clock have none"),
+        (
+            lambda: Schedule("1s", fragments=2),
+            "fragments is 2, but rounds by the clock have none; choose 1, or give every",
+        ),
+        (lambda: Schedule("1s", final=20), "every_final is 20, but rounds by the clock have none; leave it out, or"),
         (lambda: Schedule(5, delay="1s"), "delay is '1s', but every is 5; give both as times, or neither"),
         (lambda: Schedule("1s", delay="2s"), "delay is 20 but every is 10 .tenths of a second."),
         (lambda: Schedule("1s", delay=5), "delay is 5, but rounds go by the clock; give it as a time, too"),

@@ -28,6 +28,8 @@ STATE = (
     "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
     "everywhere"
 )
+ANY_LENGTH = re.compile(r"\bsteps=\d+")
+"""Of a schedule, the steps of a run, as texts of it have them."""
 SETTING_IN_TEXT = re.compile(r"'?(\w+)'?(?:=|: )([^,(){}\[\]]+)")
 """A setting and its value, as texts of methods and optimizers have them."""
 
@@ -73,6 +75,12 @@ def agree_within(layout: Layout, replica: int, settings: Mapping[str, str]) -> N
                     f"process {process} of replica {replica} is given another {what} than its process 0: "
                     f"{told_apart(theirs[what], value)}; {WITHIN}"
                 )
+
+
+def differs(one: str, other: str) -> str:
+    """In what one text of settings is not as the other, but for a run's steps, which may be more when it goes on."""
+    alike = ANY_LENGTH.sub("", one) == ANY_LENGTH.sub("", other)
+    return "" if alike else told_apart(one, other)
 
 
 def told_apart(one: str, other: str) -> str:

@@ -91,8 +91,9 @@ class Schedule:
                 f"starts; choose a delay of at most {self.every}"
             )
         if self.seconds is not None and (self.fragments > 1 or self.final is not None):
-            what = f"fragments is {self.fragments}" if self.final is None else f"every_final is {self.final}"
-            raise UserError(f"{what}, but rounds by the clock have none; leave it out, or give every in inner steps")
+            of_final = f"every_final is {self.final}", "leave it out"
+            what, remedy = of_final if self.final is not None else (f"fragments is {self.fragments}", "choose 1")
+            raise UserError(f"{what}, but rounds by the clock have none; {remedy}, or give every in inner steps")
         if self.fragments > self.every:
             raise UserError(
                 f"fragments is {self.fragments} but every is {self.every}: "

@@ -20,7 +20,7 @@ from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
 from farflung.hooks.loads import Loads
 from farflung.hooks.shards import reshard
-from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within, told_apart
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within, differs
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.strangers import watch_for_strangers
 from farflung.hooks.trained import Trained
@@ -244,8 +244,7 @@ class Session:
     def _check_state(self, state: dict[str, Any]) -> None:
         own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
         for what, value in own.items():
-            if told.get(what, value) != value:
-                unlike = told_apart(told[what], value)
+            if unlike := differs(told.get(what, value), value):
                 raise UserError(f"this state was saved with another {what}: {unlike}; attach that")
         for cell in self._cells_here():
             if state["cells"].get(cell.name, {}).get("values") != cell.numel:
