@@ -314,23 +314,23 @@ def test_late_weights_are_averaged_into_the_final_ones(tmp_path: Path) -> None:
         each = torch.stack([state["model"][name] for state in steps]).double().mean(0)
         torch.testing.assert_close(mean.double(), each, rtol=0, atol=1e-6)
     assert run(tmp_path / "none", **settings)["steps"] == 12
-    assert saved(tmp_path / "none", 12, 0)["late"] == {"count": 0, "mean": {}}
+    assert saved(tmp_path / "none", 12, 0)["late"] == {"count": 0, "first": 0, "mean": {}}
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_the_late_average_is_a_mean_of_all_that_was_added(far: bool, tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    late, second = (TailAverage(model, far_homes(str(tmp_path)) if far else near_home) for _ in range(2))
+    late, second = (TailAverage(model, home=far_homes(str(tmp_path)) if far else near_home) for _ in range(2))
     late.apply()
     before = weights(model)
     samples = [before]
-    late.add()
-    for value in (1.0, 5.0, -2.0):
+    late.add(1)
+    for step, value in enumerate((1.0, 5.0, -2.0), start=2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
         samples.append(weights(model))
-        late.add()
+        late.add(step)
     second.load_state_dict(late.state_dict())
     second.apply()
     torch.testing.assert_close(weights(model), torch.stack(samples).mean(0))

@@ -28,10 +28,11 @@ STATE = (
     "seed every replica alike before making the model, or load the same weights into all, and attach in the same order "
     "everywhere"
 )
-ANY_LENGTH = re.compile(r"\bsteps=\d+")
-"""Of a schedule, the steps of a run, as texts of it have them."""
 SETTING_IN_TEXT = re.compile(r"'?(\w+)'?(?:=|: )([^,(){}\[\]]+)")
 """A setting and its value, as texts of methods and optimizers have them."""
+
+RUN_STEPS = re.compile(r", steps=\d+")
+"""How long the run is, as texts of schedules have it."""
 
 
 class Fact(NamedTuple):
@@ -77,16 +78,22 @@ def agree_within(layout: Layout, replica: int, settings: Mapping[str, str]) -> N
                 )
 
 
-def differs(one: str, other: str) -> str:
-    """In what one text of settings is not as the other, but for a run's steps, which may be more when it goes on."""
-    alike = ANY_LENGTH.sub("", one) == ANY_LENGTH.sub("", other)
-    return "" if alike else told_apart(one, other)
-
-
 def told_apart(one: str, other: str) -> str:
     """In what one text of settings is not as the other: setting by setting, or the whole texts where more differs."""
     named = ", ".join(f"{name}: {own}, not {theirs}" for name, own, theirs in differences(one, other))
     return named or f"{one}, not {other}"
+
+
+def choices_apart(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """The first of a session's choices that is another one in a state, with how they differ; "" for none.
+
+    How many steps a run has is no choice: one that goes on may become longer.
+    """
+    for what, value in own.items():
+        before, now = (RUN_STEPS.sub("", one) if what == "schedule" else one for one in (saved.get(what, value), value))
+        if before != now:
+            return f"{what}: {told_apart(before, now)}"
+    return ""
 
 
 def differences(one: str, other: str) -> list[tuple[str, str, str]]:

@@ -347,9 +347,8 @@ class OuterLoop(Session):
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer optimizer, the codecs' state, and pending rounds; their means are waited for, not applied."""
-        pending = [self._packed(pending) for pending in self._rounds.pending]
-        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
-            self._along.hold(sync, weights)
+        self._hold()
+        pending = [packed(pending, self.network.now()) for pending in self._rounds.pending]
         return {
             **super().state_dict(),
             **self._replica.state_dict(),
@@ -370,14 +369,17 @@ class OuterLoop(Session):
             own = {place: tensors for place, tensors in enumerate(pending) if of[place] == index}
             yield from cells_kept(weights, averaging.state_dict(), own)
 
-    def _packed(self, pending: PendingRound[Tensor, Exchange]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As plain values and tensors, once the mean is there."""
-        exchange, result = pending.exchange, self._result(pending)
-        exchange.result = Finished(result, exchange.result.finished_at)
-        return packed(pending, result, self.network.now())
+    def _hold(self) -> None:
+        """Waits for what is under way, which else would still change what codecs remember; it is not applied."""
+        for pending in self._rounds.pending:
+            exchange, result = pending.exchange, self._result(pending)
+            exchange.result = Finished(result, exchange.result.finished_at)
+        for sync, weights in zip(self._rounds.syncs, self._weights, strict=True):
+            self._along.hold(sync, weights)
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
+        self._hold()
         super()._load(state)
         self._replica.load_state_dict(state)
         load_into(self.outer, {"state": {}, "param_groups": state["groups"]})

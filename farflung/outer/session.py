@@ -20,7 +20,7 @@ from farflung.hooks.digests import digest
 from farflung.hooks.layouts import first_told
 from farflung.hooks.loads import Loads
 from farflung.hooks.shards import reshard
-from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within, differs
+from farflung.hooks.start import SETTING, DisagreementError, Fact, agree_on_start, agree_within, choices_apart
 from farflung.hooks.steps import hook_steps
 from farflung.hooks.strangers import watch_for_strangers
 from farflung.hooks.trained import Trained
@@ -35,6 +35,7 @@ from farflung.outer.options import check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
 from farflung.outer.setup import Setup
+from farflung.outer.states import refusing_others
 
 if TYPE_CHECKING:
     from farflung.memory.updates import FarUpdates
@@ -74,6 +75,7 @@ class Session:
         self._options = setup.options
         self.holders = setup.options["holders"]
         self._begun = self._noted = self._met = False
+        self._returns = 0
         self._ended = self._left = self._warned = False
         self.averages = Averages(self)
         self._reports = Reports(network, setup.options["on_round"])
@@ -225,27 +227,18 @@ class Session:
 
         Raises UserError for another's, and changes nothing then.
         """
-        try:
+        with refusing_others():
             ROUNDS.check(state, "this state")
             self._check_state(state)
             self._load(state)
-        except UserError:
-            raise
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(
-                f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
-            ) from error
 
     def has_cells(self, state: dict[str, Any]) -> bool:
         """Whether a state has all cells that this process keeps: other processes kept them behind a gateway."""
         return all(cell.name in state.get("cells", {}) for cell in self._cells_here())
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        own, told = self.choices(), state.get("choices", {})  # migrated ones tell of none
-        for what, value in own.items():
-            if unlike := differs(told.get(what, value), value):
-                raise UserError(f"this state was saved with another {what}: {unlike}; attach that")
+        if unlike := choices_apart(state.get("choices", {}), self.choices()):  # migrated ones tell of none
+            raise UserError(f"this state was saved with another {unlike}; attach that")
         for cell in self._cells_here():
             if state["cells"].get(cell.name, {}).get("values") != cell.numel:
                 raise UserError(f"this state belongs to another model: it has no {cell.name} of {cell.numel} values")
@@ -259,6 +252,8 @@ class Session:
         return []
 
     def _load(self, state: dict[str, Any]) -> None:
+        if self._noted and not self.network.elastic:  # whose peers each go back alone
+            self._goes_back()
         self.step = state["step"]
         self._reports.load_state_dict(state)
         self._faults.load_state_dict(state["faults"])
@@ -266,6 +261,12 @@ class Session:
         self._begun = self.step > 0
         self._noted = False
         self._loads.forget()
+
+    def _goes_back(self) -> None:
+        """Has the rounds from now on keys of their own: what was exchanged, or said of them, was in others."""
+        self._returns += 1
+        self._name = f"{self._name.partition(',')[0]}, return {self._returns}"
+        self.departures = Departures(self.network, self._name)
 
     def key(self, what: str) -> str:
         """The key of an exchange: no two attachments on a network share one."""

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from farflung.errors import UserError
 from farflung.networks import Finished
 from farflung.outer.exchange import Exchange
 from farflung.outer.fragments import Weights
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.round import Offer, PendingRound
+
+
+@contextmanager
+def refusing_others() -> Iterator[None]:
+    """A context in which a state is loaded. Raises UserError for what another method's, or another model's, ends in."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
+        ) from error
 
 
 def copied(state: Any, device: torch.device) -> Any:
@@ -26,11 +42,9 @@ def copied(state: Any, device: torch.device) -> Any:
     return state
 
 
-def packed(
-    pending: PendingRound[Tensor, Exchange], result: Result, now: float
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def packed(pending: PendingRound[Tensor, Exchange], now: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A round that has come to a result; times as ages, since clocks start at their own zeros."""
-    exchange = pending.exchange
+    exchange, result = pending.exchange, pending.exchange.result.wait(0.0)
     times = {"started": exchange.started_s - now, "finished": exchange.result.finished_at - now}
     offer = {**vars(pending.offer), "message": result.mean.clone()}
     tensors = {name: value for name, value in offer.items() if isinstance(value, Tensor)}

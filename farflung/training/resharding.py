@@ -128,7 +128,7 @@ def _reshaped(
         "buffers": buffer_names(model),
         "optimizer": {"state": _optimizer_state(parts, names, cut), "param_groups": groups},
         "outer": _rounds_state([part["outer"] for part in parts]),
-        "late": {"count": first["late"]["count"], "mean": late},
+        "late": {**first["late"], "mean": late},
         "traffic": traffic("traffic"),
         "bytes_told": int(traffic("traffic")["bytes_sent"]),
         "boundary_traffic": traffic("boundary_traffic"),

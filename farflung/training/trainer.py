@@ -81,7 +81,9 @@ class Trainer:
         make = self._make_optimizer()
         torch.manual_seed(settings.run.seed * 1_000_003 + mesh.first + self.process)  # processes differ in dropout
         self.progress = Progress(resume_step or 0, trained=resume_step or 0)
-        self.tail = TailAverage(self.model, mean_home(settings.island))
+        share = settings.inner.tail_average
+        after = settings.run.steps * (1 - share) if share else math.inf
+        self.tail = TailAverage(self.model, after, mean_home(settings.island))
         self._lost: LostDataError | None = None
         self._score: float | None = None
         """What the model was judged by at this step, if it was."""
@@ -352,7 +354,6 @@ class Trainer:
 
     def _after_round(self, ended: Round) -> None:
         self.progress.rounds += ended.held
-        share = self.settings.inner.tail_average
-        if ended.group and share and ended.step > self.settings.run.steps * (1 - share):
-            self.tail.add()
+        if ended.group:
+            self.tail.add(ended.step)
         self.log.round(ended)
