@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from torch import Tensor, nn
 from farflung import methods
 from farflung.codecs import codec_named
 from farflung.errors import UserError
+from farflung.inner import MuonAdamW, PrimalAveraging, SlowAdamW, names_of
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import Everyone, GossipNesterov, Schedule
+from farflung.outer import AlignedSteps, AveragedMoments, Everyone, GossipNesterov, Schedule
 from farflung.pipeline import IslandShape, Mesh, MeshCoordinates
 from farflung.pipeline.local_model import LocalModel
 from farflung.training import checkpoint
@@ -67,13 +71,19 @@ def buffer_of(name: str) -> Tensor:
     return torch.arange(3.0) + int(name.split(".")[1])
 
 
+Inner = Callable[..., torch.optim.Optimizer]
+SGD: Inner = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 def train(
-    mesh: Mesh, method: Method, steps: range, folder: Path | None, buffers: bool, process: SimulatedNetwork
+    mesh: Mesh, method: Method, make: Inner, steps: range, folder: Path | None, buffers: bool, process: SimulatedNetwork
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A process's checkpoint after some steps of a gradient that differs between replicas, and its weights."""
     coordinates, network = mesh.coordinates(process.rank), Islands(process, mesh)
     model = part_of(mesh, process, buffers)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model.named_parameters())
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.lie_in(model.layout)
     with method.attach(model, optimizer, network) as outer:
         if folder:
             state = load_state(folder, steps[0], mesh, coordinates, model, optimizer)
@@ -90,10 +100,10 @@ def train(
         return {
             "shard": coordinates.shard,
             "buffers": buffer_names(model),
-            "names": list(weights),
+            "names": names_of(optimizer),
             "model": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-            "optimizer": optimizer.state_dict(),
-            "outer": outer.state_dict(),
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "outer": copy.deepcopy(outer.state_dict()),  # which what is applied at the end would change
             "late": {"count": 0, "mean": {}},
             "traffic": vars(network.traffic),
             "boundary_traffic": vars(network.traffic),
@@ -108,10 +118,11 @@ def trained(
     resume: Path | None = None,
     save: Path | None = None,
     buffers: bool = False,
+    make: Inner = SGD,
 ) -> list[dict[str, Tensor]]:
     """Each replica's whole weights after some steps; goes on from a folder's checkpoint, and leaves one, if given."""
     whole: list[dict[str, dict[int, Tensor]]] = [{} for _ in range(mesh.replicas)]
-    seen = Simulation(mesh.processes).run(partial(train, mesh, method, steps, resume, buffers))
+    seen = Simulation(mesh.processes).run(partial(train, mesh, method, make, steps, resume, buffers))
     for process, (state, weights) in enumerate(seen):
         coordinates = mesh.coordinates(process)
         if save:
@@ -185,6 +196,43 @@ def test_islands_of_unlike_shapes_train_as_single_processes_do(name: str, shapes
         assert one.keys() == other.keys()
         for key, tensor in one.items():
             torch.testing.assert_close(other[key], tensor, atol=0, rtol=0)
+
+
+ADAMW: Inner = partial(torch.optim.AdamW, lr=0.01)
+COMPANIONS: dict[str, tuple[Method, Inner]] = {
+    "des-loc": (methods.des_loc(every=2), ADAMW),
+    "gpa": (methods.gpa(every=3), partial(PrimalAveraging, lr=0.01)),
+    "gasloc": (methods.gasloc(every=3), ADAMW),
+    "factored gossip": (methods.factored_gossip(every=3), ADAMW),
+    "decoupled": (methods.decoupled_diloco(every=4, delay=2, fragments=2), ADAMW),
+    "slow momentum, late": (
+        replace(methods.diloco(every=3, delay=2), companions=(AveragedMoments((("slow_momentum", 2),)),)),
+        partial(SlowAdamW, lr=0.01),
+    ),
+    "aligned, late, with a slow momentum": (
+        replace(
+            methods.diloco(every=3, delay=2),
+            companions=(AlignedSteps(), AveragedMoments((("slow_momentum", 1), ("exp_avg_sq", 1)))),
+        ),
+        partial(MuonAdamW, lr=0.01, align=0.5, slow_share=0.4),
+    ),
+}
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_what_goes_along_with_rounds_goes_on_in_another_layout(name: str, stages: int) -> None:
+    """Of a bias of two rows, one of three shards has none, and yet may keep its cell; of few cells, one keeps none."""
+    method, make = COMPANIONS[name]
+    whole = trained(Mesh.alike(2), method, range(STEPS), make=make)
+    divided, single = Mesh.alike(2, stages, 3), Mesh.alike(2)
+    for old, new in ((divided, single), (single, divided)):
+        with tempfile.TemporaryDirectory() as folder:
+            trained(old, method, range(7), save=Path(folder), make=make)
+            again = trained(new, method, range(7, STEPS), resume=Path(folder), make=make)
+        for one, other in zip(whole, again, strict=True):
+            for key, tensor in one.items():
+                torch.testing.assert_close(other[key], tensor, atol=1e-5, rtol=1e-4)
 
 
 def test_unlike_islands_refuse_what_only_alike_ones_can_average() -> None:

@@ -252,6 +252,15 @@ class Weights:
         if state:
             state_by_anchor(self._outer)[self.anchor] = state
 
+    def notes(self) -> dict[str, Any]:
+        """What is noted, by name, the same for all of the replica's processes: numbers, and None for a tensor."""
+        return {name: None if isinstance(note, Tensor) else note for name, note in self.noted.items()}
+
+    def take_notes(self, notes: Mapping[str, Any]) -> None:
+        """Has all that was noted: who keeps no cell of the fragment has nothing of it else, and yet goes by it."""
+        none = self.anchor[:0]
+        self.noted = {name: none if note is None else note for name, note in notes.items()} | self.noted
+
     def shared(self) -> dict[str, Tensor]:
         """What late replicas take: the anchor, and the tensors that the outer optimizer keeps of it."""
         return {ANCHOR: self.anchor, **dict(sorted(kept_of(self._outer, self.anchor).items()))}

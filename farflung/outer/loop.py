@@ -41,7 +41,7 @@ from farflung.outer.replica import Replica
 from farflung.outer.round import Offer, PendingRound, Rounds, Sync
 from farflung.outer.session import Session
 from farflung.outer.setup import Setup
-from farflung.outer.states import cells_kept, packed, take_cells, unpacked
+from farflung.outer.states import cells_kept, paced, packed, take_cells, unpacked
 
 if TYPE_CHECKING:
     from farflung.outer.aggregation import Aggregation
@@ -353,7 +353,7 @@ class OuterLoop(Session):
             **super().state_dict(),
             **self._replica.state_dict(),
             "groups": self.outer.state_dict()["param_groups"],
-            "fragments": [pace.told() | {"sync": pace.sync.state_dict()} for pace in self._paces],
+            "fragments": [paced(*each) for each in zip(self._paces, self._weights, strict=True)],
             "pending": [told for told, _ in pending],
             "clock": self._clock.elapsed_s if self._clock else None,
             "cells": dict(self._cells([tensors for _, tensors in pending])),
@@ -390,6 +390,7 @@ class OuterLoop(Session):
             told = {n: one["tensors"] for n, one in enumerate(state["pending"]) if one["fragment"] == sync.index}
             codecs, own = take_cells(weights, state["cells"], told)
             pending |= own
+            weights.take_notes(saved.get("noted", {}))  # earlier releases tell of none
             self._along.loads(sync)
             self._averagings[sync.index].load_state_dict(codecs)
             self._paces[sync.index].keep(saved)

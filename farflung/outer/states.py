@@ -14,6 +14,7 @@ from farflung.networks import Finished
 from farflung.outer.exchange import Exchange
 from farflung.outer.fragments import Weights
 from farflung.outer.outcomes import Outcome, Result
+from farflung.outer.pace import Pace
 from farflung.outer.round import Offer, PendingRound
 
 
@@ -63,6 +64,11 @@ def unpacked(saved: dict[str, Any], tensors: dict[str, Tensor], now: float) -> P
     result = Result(**values.pop("exchange") | {"mean": offer.message})
     result.outcome = Outcome(result.outcome)
     return PendingRound(**values, offer=offer, exchange=Exchange(started_s, Finished(result, finished)))
+
+
+def paced(pace: Pace, weights: Weights) -> dict[str, Any]:
+    """What is kept of a fragment's rounds, besides of its cells."""
+    return pace.told() | {"sync": pace.sync.state_dict(), "noted": weights.notes()}
 
 
 def cells_kept(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ class Moments(Along):
         if not (self._kinds or self._told):
             self._told = True
             log.warning(NONE_KEPT, " or ".join(self._rhythms))
-        moments = Due(weights.fragment, self._states(weights), self._kinds, due)
+        moments = Due(weights.fragment, self._states(weights), self._known(weights), due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
             message.flat.zero_()
@@ -155,6 +156,13 @@ class Moments(Along):
             moments.take(message.like(averaged.mean))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
+
+    def _known(self, weights: Weights) -> dict[str, Known]:
+        """What the replica keeps of each parameter; a process may keep cells of parameters of which it has no rows."""
+        states = self._states(weights)
+        steps = {name: float(states.get(name, {}).get("step", 0.0)) for name in self._kinds}
+        own = {name: Known(kinds, steps[name]) for name, kinds in self._kinds.items()}
+        return dict(ChainMap(*self._loop.trained.layout.told(own)))
 
     def _states(self, weights: Weights) -> dict[str, dict[str, Any]]:
         """What inner optimizers keep of each parameter, by its name."""
@@ -170,6 +178,13 @@ def _leave_undivided(state: Mapping[str, Any], kinds: Sequence[str]) -> None:
                 own_of(state[kind]).masked_fill_(own_of(square) == 0, 0)
 
 
+class Known(NamedTuple):
+    """What is kept of a parameter: of which kinds, and after how many steps."""
+
+    kinds: tuple[str, ...]
+    step: float
+
+
 class Due:
     """The moments of a fragment that are averaged after a round.
 
@@ -178,7 +193,7 @@ class Due:
     Args:
         fragment: of whose parameters they are.
         states: what is kept of these, by their names.
-        kinds: the kinds that there are of each.
+        known: what the replica has of each, whichever of its processes.
         due: those that are averaged now.
     """
 
@@ -186,19 +201,20 @@ class Due:
         self,
         fragment: Fragment,
         states: Mapping[str, dict[str, Any]],
-        kinds: Mapping[str, Sequence[str]],
+        known: Mapping[str, Known],
         due: Sequence[str],
     ) -> None:
         self._fragment = fragment
         self._states = states
-        self._kinds = {name: [kind for kind in kinds.get(name, ()) if kind in due] for name in fragment.named}
+        self._known = known
+        self._kinds = {name: [kind for kind in one.kinds if kind in due] for name, one in known.items()}
         self._due = [kind for kind in due if any(kind in own for own in self._kinds.values())]
 
     @property
     def digest(self) -> Tensor:
         """A number (float64) that is another one, almost surely, where other kinds are kept of the cells."""
         pieces = [piece for cell in self._fragment.cells for piece in cell.pieces]
-        words = (f"{piece.parameter} {piece.begin} {self._kinds.get(piece.parameter)}" for piece in pieces)
+        words = (f"{piece.parameter} {piece.begin} {self._kinds.get(piece.parameter, [])}" for piece in pieces)
         return torch.tensor([sum(zlib.crc32(word.encode()) for word in words)], dtype=torch.float64, device="cpu")
 
     def message(self, device: torch.device) -> Message:
@@ -232,7 +248,7 @@ class Due:
 
     def _pieces(self, cell: Cell) -> list[Piece]:
         """Those of which anything is averaged."""
-        return [piece for piece in cell.pieces if self._kinds[piece.parameter]]
+        return [piece for piece in cell.pieces if self._kinds.get(piece.parameter)]
 
     def _local(self, kind: str) -> dict[str, Tensor]:
         """What this process has of a kind, by the parameters' names."""
@@ -252,10 +268,10 @@ class Due:
             (kind, place): view
             for kind, flat in flats.items()
             for place, view in enumerate(self._fragment.message(flat).cells[cell.name])
-            if kind in self._kinds[cell.pieces[place].parameter]
+            if kind in self._kinds.get(cell.pieces[place].parameter, ())
         }
 
     def _steps(self, cell: Cell, device: torch.device) -> list[Tensor]:
         pieces = self._pieces(cell)
-        steps = [float(self._states.get(piece.parameter, {}).get("step", 0.0)) * STEP for piece in pieces]
+        steps = [self._known[piece.parameter].step * STEP for piece in pieces]
         return [torch.tensor(steps, dtype=self._fragment.dtype, device=device)]
