@@ -50,6 +50,10 @@ class Weights(TypedDict):
 class Checkpoint(Weights):
     """The state that one process resumes from. Its tensors are on the CPU when it is read."""
 
+    replica: NotRequired[int]
+    """Whose it is; earlier releases do not tell."""
+    step: NotRequired[int]
+    """After which step of the run; earlier releases do not tell."""
     names: list[str]
     """The names of its parameters, in the order in which the inner optimizer numbers them."""
     optimizer: dict[str, Any]

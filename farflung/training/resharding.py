@@ -71,7 +71,7 @@ def load_state(
     own = checkpoint.path_of(folder, step, mesh.file_stem(coordinates))
     names = names_of(optimizer)
     if own in paths:
-        state = checkpoint.outline(own)
+        state = _in_its_place(checkpoint.outline(own), own, step, coordinates.replica)
         alike = (state["model"][name].shape == one.shape for name, one in trainable(model).items())
         if state["names"] == names and all(alike):
             return state
@@ -93,7 +93,18 @@ def _all_parts(folder: Path, step: int, replica: int) -> list[Checkpoint]:
             f"{folder} has only parts of replica {replica} at step {step}, of other stages, shards, another schedule "
             "or gateway; copy the folders of all machines together, or go on as these were saved"
         )
-    return [checkpoint.read(path) for path in paths]
+    return [_in_its_place(checkpoint.read(path), path, step, replica) for path in paths]
+
+
+def _in_its_place(state: Checkpoint, path: Path, step: int, replica: int) -> Checkpoint:
+    """A checkpoint, if it is of the replica and step as which it lies there. Raises UserError."""
+    of, at = state.get("replica", replica), state.get("step", step)
+    if (of, at) != (replica, step):
+        raise UserError(
+            f"{path} is of replica {of} at step {at}; copy replica {replica}'s own file of step {step} there, or "
+            "remove it to use what is older"
+        )
+    return state
 
 
 def _reshaped(

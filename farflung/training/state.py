@@ -21,6 +21,8 @@ def state_of(trainer: Trainer, session: Session) -> Checkpoint:
     """All that a process must have to go on from this step bit for bit."""
     network, island, device = trainer.network, trainer.island, trainer.device
     return {
+        "replica": island.coordinates.replica,
+        "step": trainer.step,
         "shard": island.coordinates.shard,
         "names": names_of(trainer.optimizer),
         "model": trainer.model.state_dict(),
