@@ -45,6 +45,7 @@ from farflung.planner.machines import Cluster, Machines, read_cluster
 from farflung.planner.memory import RESERVED, activation_bytes, memory_bytes
 from farflung.planner.options import PlanOptions
 from farflung.planner.plan import plan
+from farflung.planner.printed import reasons
 from farflung.planner.sizes import square_model
 from farflung.planner.step import step_seconds
 from farflung.planner.timing import Size, Timer
@@ -678,6 +679,16 @@ def test_one_island_trains_alone(tmp_path: Path) -> None:
     text = "[[machines]]\ncount = 1\nmemory_gb = 24\ntflops = 100\n"
     plans, failures, _ = plan(options(tmp_path / "m.toml", text, model="llama-125m"))
     assert [found.choice.settings.rounds.method for found in plans] == ["local"] and not failures
+
+
+def test_a_codec_that_does_not_go_with_a_method_is_told_and_the_others_are_planned(tmp_path: Path) -> None:
+    asked = options(tmp_path / "m.toml", methods="diloco,noloco", codecs="modulo4")
+    plans, failures, _ = plan(asked)
+    told = {(found.choice.settings.rounds.method, found.choice.settings.rounds.codec) for found in plans}
+    assert {("diloco", None), ("noloco", None), ("noloco", "modulo4")} <= told
+    assert ("diloco", "modulo4") not in told
+    (line,) = [line for line in reasons(failures) if line.startswith("any layout: ")]
+    assert "use it with noloco" in line and line.endswith("(diloco)")
 
 
 def test_what_training_would_refuse_is_not_planned(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from farflung.codecs import codec_named
 from farflung.errors import UserError
 from farflung.methods import RoundSettings, chosen, defaults_of
 from farflung.outer import Method
@@ -40,16 +41,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """A method in a layout that cannot work, and why."""
+    """A method in a layout that cannot work, or with a codec in any, and why."""
 
     method: str
-    layout: Layout
+    layout: Layout | None
     reason: str
+
+    @property
+    def where(self) -> str:
+        """The layout, in words."""
+        return self.layout.describe() if self.layout else "any layout"
 
 
 def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iterator[Choice | Infeasible]:
     """Every method with every setting asked for, in every layout of the machines."""
-    ways = list(_ways(options))
+    asked = list(_ways(options))
+    ways = [way for way in asked if not isinstance(way, Infeasible)]
+    yield from (way for way in asked if isinstance(way, Infeasible))
     for layout in layouts(model, cluster):
         sequences = int(options.batch_tokens) // options.sequence_length
         together = layout.replicas * layout.shards * options.micro_batch
@@ -91,13 +99,23 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
                 yield Choice(settings, layout)
 
 
-def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None]]:
-    """Each combination of a method's name, steps between rounds, and a codec."""
+def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None] | Infeasible]:
+    """Each combination of a method's name, steps between rounds, and a codec; or why the two do not go together.
+
+    Raises UserError for a codec that there is not.
+    """
+    for codec in options.codec_names:
+        if codec:
+            codec_named(codec)
     for name in method_names(options.methods):
         known = defaults_of(name)
-        for every in options.everys if "every" in known else [None]:
-            for codec in options.codec_names if "codec" in known else [None]:
-                chosen(RoundSettings(method=name, codec=codec))  # a wrong codec is wrong in every layout
+        for codec in options.codec_names if "codec" in known else [None]:
+            try:
+                chosen(RoundSettings(method=name, codec=codec))
+            except UserError as error:
+                yield Infeasible(name, None, str(error))
+                continue
+            for every in options.everys if "every" in known else [None]:
                 yield name, every, codec
 
 

@@ -74,9 +74,9 @@ def plan(options: PlanOptions) -> tuple[list[Plan], list[Infeasible], Cluster]:
 
 def _nothing_fits(options: PlanOptions, failures: Sequence[Infeasible]) -> UserError:
     """The error, with the layout of most stages and shards, which came nearest."""
-    nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards)
+    nearest = max(failures, key=lambda failure: failure.layout.stages * failure.layout.shards if failure.layout else 0)
     return UserError(
-        f"{options.model} cannot be trained on {options.machines}: {nearest.method} on {nearest.layout.describe()}: "
+        f"{options.model} cannot be trained on {options.machines}: {nearest.method} on {nearest.where}: "
         f"{nearest.reason}; give more workers or memory, other methods, or another --batch-tokens"
     )
 

@@ -63,7 +63,7 @@ def reasons(failures: Sequence[Infeasible]) -> list[str]:
     """One line for each layout and reason, with the methods that failed so."""
     methods: dict[str, list[str]] = {}
     for failure in failures:
-        methods.setdefault(f"{failure.layout.describe()}: {failure.reason}", []).append(failure.method)
+        methods.setdefault(f"{failure.where}: {failure.reason}", []).append(failure.method)
     return [f"{shape} ({', '.join(dict.fromkeys(names))})" for shape, names in methods.items()]
 
 
