@@ -12,7 +12,7 @@ import torch
 from internet import run_peers
 from patience import patience
 from problem import replica
-from processes import HERE, run_replicas
+from processes import HERE, run_replicas, run_together
 from torch_replica import METHODS, SHORT, contract
 
 from farflung import methods
@@ -99,6 +99,11 @@ def test_simulated_and_torch_give_the_same_weights_bit_for_bit(
         assert torch.equal(simulated[rank], real[rank]), rank
     if method.startswith("noloco"):
         assert not torch.equal(real[0], real[1])
+
+
+def test_who_ends_at_once_leaves_no_other_waiting_to_join() -> None:
+    """The first process has the store, in which replicas leave each other words."""
+    run_together(2, HERE / "early_leaver.py")
 
 
 def test_seats_that_there_are_not_are_refused_in_a_line(tmp_path: Path) -> None:

@@ -72,7 +72,10 @@ class TorchNetwork(RealNetwork):
 
         Raises UserError when the others do not come within `starting` seconds, or the port is in use.
         """
-        return cls() if dist.is_initialized() else cls(*join(starting))
+        if dist.is_initialized():
+            return cls()
+        addresses, store, another = join(starting)
+        return cls(addresses, store, board=Board(another, range(dist.get_world_size()), dist.get_rank()))
 
     def among(self, processes: Sequence[int]) -> TorchNetwork:
         """The network of some of the processes, this one among them; the first is replica 0 there.

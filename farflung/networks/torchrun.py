@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from farflung.errors import UserError
 from farflung.networks.base import PeerLostError
+from farflung.networks.board import connected_anew
 
 log = logging.getLogger(__name__)
 
@@ -24,20 +25,22 @@ REMINDER_SECONDS = 15.0
 """Seconds between two lines about whom it waits for."""
 
 
-def join(starting_s: float) -> tuple[dict[int, str], Store]:
+def join(starting_s: float) -> tuple[dict[int, str], Store, Store]:
     """Joins the process group that torchrun's environment variables describe.
 
-    Returns how each process is called in messages, and a store where they can leave each other word. Raises UserError.
+    Returns how each process is called in messages, and a store where they can leave each other word, with another
+    connection to it. Raises UserError.
     """
     limit = timedelta(seconds=starting_s)
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _meeting_place(rank, limit)
+        another = connected_anew(store)  # before any can know of all others, and end: the first takes the store along
         addresses = _check_in(store, rank, size, starting_s)
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError, LookupError, TimeoutError) as error:
         raise UserError(_explain(error)) from error
-    return addresses, store
+    return addresses, store, another
 
 
 def tell_launcher(error: BaseException, kind: str = "") -> None:
