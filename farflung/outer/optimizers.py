@@ -82,7 +82,9 @@ def load_into(outer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     settings, own = ([set(group) for group in one["param_groups"]] for one in (state, outer.state_dict()))
     if settings != own:
         raise ValueError(f"its outer optimizer is no {type(outer).__name__}")
+    defaults = dict(outer.defaults)  # torch adds to them, and they are compared with those of states
     outer.load_state_dict(state)
+    outer.defaults = defaults
 
 
 def sends_weights(outer: torch.optim.Optimizer) -> bool:
