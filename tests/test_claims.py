@@ -126,6 +126,11 @@ def eager() -> list[float]:
     return [100 * ((100 + gaps["eager-diloco"]) / (100 + gaps["diloco"]) - 1)]
 
 
+def grown(name: str) -> Figures:
+    """By how many per cent a row is above ddp on the larger model, after 800 and 3200 steps."""
+    return lambda: [number(row[2]) for row in rows_of("long frontier, larger") if row[0] == name]
+
+
 def rda() -> list[float]:
     """By how many per cent means by lengths and directions end higher after 800 steps: the least and the most."""
     rows = rows_of("long scaling")
@@ -237,6 +242,11 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"\[\S+ and (\S+)%\]\(evidence.md#longer-runs\)", longer(PAIRS, "3200")),
     (METHODS, r"(\S+)% below that of ddp with AdamW, and (\S+)% .*? is (\S+)% above the latter, or (\S+)%", gaps),
     (EVIDENCE, r"on every seed, by (\d+) to (\d+)%", with_muon),
+    (EVIDENCE, r"of `diloco` (\S+) and (\S+)%, of `des-loc`", grown("diloco")),
+    (EVIDENCE, r"of `des-loc` (\S+) and (\S+)%", grown("des-loc")),
+    (EVIDENCE, r"of DiLoCo in 2 bits (\S+) and (\S+)%", grown("diloco, ef-int2")),
+    (EVIDENCE, r"of NoLoCo with `modulo4` (\S+) and (\S+)%", grown("noloco, modulo4")),
+    (EVIDENCE, r"of `nolocox` (\S+) and (\S+)%, at 288", grown("nolocox")),
     (EVIDENCE, r"A delay of a whole round costs (\S+)% after 100 rounds", late("800", "kept")),
     (EVIDENCE, r"costs (\S+) ± (\S+)% where the round's gradient", late("3200", "turned (HeLoCo)", spread=True)),
     (EVIDENCE, r"and (\S+) ± (\S+)% where the steps trained meanwhile", late("3200", "kept", spread=True)),
