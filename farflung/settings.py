@@ -237,8 +237,8 @@ class Settings:
         of_inner = {name: value for name, value in vars(own).items() if name in OF_INNER}
         if own.slow_share and method.outer:
             rounds = own.slow_rounds or 4  # with the size that it is divided by, which one may have of other gradients
-            kinds = method.companions, (("slow_momentum", rounds), ("exp_avg_sq", rounds))
-            method = replace(method, companions=_averaging(*kinds))
+            rhythms = ("slow_momentum", rounds), ("exp_avg_sq", rounds)
+            method = replace(method, companions=_averaging(method.companions, rhythms))
         if own.muon_align and method.outer:
             method = replace(method, companions=(*method.companions, outer.AlignedSteps()))
         return replace(method, inner=chosen.having(**of_inner))

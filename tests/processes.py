@@ -15,9 +15,10 @@ from patience import until as until
 from warm import Python
 
 from farflung import cli
+from farflung.settings import Settings
 from farflung.testing.hosts import free_port as free_port
 from farflung.testing.hosts import torch_rendezvous
-from farflung.training import checkpoint
+from farflung.training import checkpoint, launch
 
 HERE = Path(__file__).parent
 
@@ -39,6 +40,27 @@ SMALL = [
     "100000",
 ]
 """A run whose steps take milliseconds."""
+
+
+SIMULATED: dict[str, Any] = {
+    "network": "simulated",
+    "replicas": 2,
+    "model": "micro",
+    "batch_size": 2,
+    "sequence_length": 16,
+    "eval_sequences": 4,
+    "max_tokens": 60_000,
+    "warmup": 2,
+    "device": "cpu",
+}
+"""A run of two replicas in this process."""
+
+
+def simulated_run(folder: Path, resume: bool = False, **settings: Any) -> None:
+    """Trains in this process, with SIMULATED where nothing else is given."""
+    config = Settings.of(**SIMULATED | settings, out=str(folder))
+    launch.prepare(config, folder, resume)
+    launch.run_simulated(config, folder, resume)
 
 
 def run_together(count: int, *arguments: object, may_die: frozenset[int] = frozenset()) -> None:

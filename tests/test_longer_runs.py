@@ -10,33 +10,12 @@ from typing import Any
 import pytest
 import torch
 from problem import inner_steps, small_model
-from processes import saved
+from processes import saved, simulated_run
 
 from farflung import methods
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork
 from farflung.outer import Round, Schedule
-from farflung.settings import Settings
-from farflung.training import launch
-
-SMALL: dict[str, Any] = {
-    "network": "simulated",
-    "replicas": 2,
-    "model": "micro",
-    "method": "diloco",
-    "batch_size": 2,
-    "sequence_length": 16,
-    "eval_sequences": 4,
-    "max_tokens": 60_000,
-    "warmup": 2,
-    "device": "cpu",
-}
-
-
-def trained(folder: Path, steps: int, resume: bool = False, **more: Any) -> None:
-    config = Settings.of(**{**SMALL, **more}, steps=steps, out=str(folder))
-    launch.prepare(config, folder, resume)
-    launch.run_simulated(config, folder, resume)
 
 
 def test_rounds_that_come_to_be_rarer_do_so_over_the_longer_run() -> None:
@@ -61,8 +40,8 @@ def test_rounds_that_come_to_be_rarer_do_so_over_the_longer_run() -> None:
 
 def test_a_run_whose_rounds_and_momentum_change_goes_on_with_more_steps(tmp_path: Path) -> None:
     changing: dict[str, Any] = {"every": 2, "every_final": 4, "outer_momentum_final": 0.1, "outer_momentum_warmup": 3}
-    trained(tmp_path, 6, **changing)
-    trained(tmp_path, 9, resume=True, **changing)
+    simulated_run(tmp_path, steps=6, method="diloco", **changing)
+    simulated_run(tmp_path, steps=9, resume=True, method="diloco", **changing)
     assert saved(tmp_path, 9, 0)["outer"]["step"] == 9
 
 
@@ -70,7 +49,7 @@ def test_a_run_whose_rounds_and_momentum_change_goes_on_with_more_steps(tmp_path
 def test_the_tail_is_that_of_the_longer_run(tmp_path: Path, steps: int, count: int) -> None:
     """Of rounds after steps 3, 6, 9 …, those of the last half; what was averaged with earlier ones is not used."""
     more: dict[str, Any] = {"every": 3, "tail_average": 0.5}
-    trained(tmp_path, 12, **more)
+    simulated_run(tmp_path, steps=12, method="diloco", **more)
     assert saved(tmp_path, 12, 0)["late"]["count"] == 2
-    trained(tmp_path, steps, resume=True, **more)
+    simulated_run(tmp_path, steps=steps, resume=True, method="diloco", **more)
     assert saved(tmp_path, steps, 0)["late"]["count"] == count

@@ -23,7 +23,6 @@ from farflung.errors import UserError
 from farflung.methods import Method
 from farflung.networks import PeerLostError, SimulatedNetwork, Simulation
 from farflung.outer import DisagreementError
-from farflung.settings import Settings
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -600,18 +599,6 @@ def test_a_state_of_another_method_is_refused(one: Method, other: Method, unlike
         with pytest.raises(UserError) as error:
             outer.load_state_dict(state)
         assert str(error.value) == f"this state was saved with another {unlike}; attach that"
-        outer._begun = True
-
-
-def test_a_state_goes_on_in_a_longer_run() -> None:
-    """One whose rounds come to be rarer knows how long it is: `--resume RUN --steps 40` was refused, to be attached."""
-    shorter, longer = (Settings.of(method="diloco", every=3, every_final=6, steps=n).method() for n in (24, 40))
-    model = small_model()
-    with shorter.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
-        state = outer.state_dict()
-        outer._begun = True
-    with longer.attach(model, sgd(model), SimulatedNetwork.alone()) as outer:
-        outer.load_state_dict(state)
         outer._begun = True
 
 

@@ -143,7 +143,8 @@ class Moments(Along):
         if not (self._kinds or self._told):
             self._told = True
             log.warning(NONE_KEPT, " or ".join(self._rhythms))
-        moments = Due(weights.fragment, self._states(weights), self._known(weights), due)
+        states = self._states(weights)
+        moments = Due(weights.fragment, states, self._known(weights, states), due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
             message.flat.zero_()
@@ -157,11 +158,10 @@ class Moments(Along):
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
 
-    def _known(self, weights: Weights) -> dict[str, Known]:
+    def _known(self, weights: Weights, states: Mapping[str, dict[str, Any]]) -> dict[str, Known]:
         """What the replica keeps of each parameter; a process may keep cells of parameters of which it has no rows."""
-        states = self._states(weights)
-        steps = {name: float(states.get(name, {}).get("step", 0.0)) for name in self._kinds}
-        own = {name: Known(kinds, steps[name]) for name, kinds in self._kinds.items()}
+        kinds = {name: self._kinds[name] for name in weights.fragment.named if name in self._kinds}
+        own = {name: Known(kinds[name], float(states.get(name, {}).get("step", 0.0))) for name in kinds}
         return dict(ChainMap(*self._loop.trained.layout.told(own)))
 
     def _states(self, weights: Weights) -> dict[str, dict[str, Any]]:
