@@ -55,8 +55,8 @@ SMOKE = Options(machines=2, letters=20_000, rounds=1, router_sequences=32, lr=1e
 class Timed(TorchNetwork):
     """Times exchanges, and counts their bytes: of scores, and of weights."""
 
-    def __init__(self, *seat: Any) -> None:
-        super().__init__(*seat)
+    def __init__(self, *seat: Any, **named: Any) -> None:
+        super().__init__(*seat, **named)
         self.seconds, self.bytes = defaultdict[str, float](float), Counter[str]()
 
     def exchange(self, packet: Tensor, group: Group, key: str) -> Pending[Packets]:
