@@ -25,7 +25,8 @@ from farflung import methods
 from farflung.adamw import FAST, PrimalAveraging
 from farflung.inner import MEAN_STEP, MuonAdamW
 from farflung.methods import Method
-from farflung.networks import Network, SimulatedNetwork, Simulation
+from farflung.networks import Network, Party, SimulatedNetwork, Simulation
+from farflung.networks.base import BESIDE
 from farflung.outer import (
     AlignedSteps,
     Average,
@@ -93,6 +94,7 @@ def train(
     goes_on: Callable[[Session, list[Round]], bool],
     begin: Callable[[Session], Any] = lambda outer: None,
     step_s: float = 0.0,
+    learn: Callable[..., Any] = inner_steps,
 ) -> Seen:
     """Trains on data of its own number while it goes on."""
     method, make = case
@@ -110,7 +112,7 @@ def train(
         while goes_on(outer, seen.rounds):
             assert time.monotonic() < ends, seen.rounds
             time.sleep(step_s)
-            inner_steps(model, optimizer, number, range(outer.step, outer.step + 1))
+            learn(model, optimizer, number, range(outer.step, outer.step + 1))
     seen.weights, seen.kept = flat(model), kept_by(optimizer)
     return seen
 
@@ -216,6 +218,98 @@ def test_one_comes_late_and_another_leaves_in_mid_run(peers: Peers) -> None:
             compared += 1
     assert compared > 5
     assert any(MEAN_STEP in kind for kind in everyone[2].kept), "the late one follows the others' steps, too"
+
+
+def ones(model: nn.Module, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step on gradients of ones, by which moments and changes are what their number of steps makes of them."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def gently(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def met_late(peers: Peers, method: Method, ahead_by: int) -> list[Seen]:
+    """Two that train, and one that comes so many steps later, until all have met; the two wait for it to come."""
+    peers.meet(2)
+    begun, come, done = threading.Event(), threading.Event(), threading.Event()
+
+    def ahead(network: Any, number: int) -> Seen:
+        def goes_on(outer: Session, _: list[Round]) -> bool:
+            if outer.step >= ahead_by:
+                begun.set()
+                until(lambda: network.wanted or come.is_set() or done.is_set())
+                time.sleep(0.03)
+            return not done.is_set()
+
+        return train(network, (method, gently), number, goes_on, learn=ones)
+
+    def takes_state(outer: Session) -> None:
+        assert outer.catch_up(patience(20))
+        come.set()
+
+    def until_met(_: Session, rounds: list[Round]) -> bool:
+        return not any(round.group for round in rounds)
+
+    with ThreadPoolExecutor(2) as pool:
+        two = [pool.submit(ahead, one, number) for number, one in enumerate(peers.open)]
+        try:
+            assert begun.wait(patience(30))
+            peers.meet(1)
+            late = train(peers.open[2], (method, gently), 2, until_met, takes_state, 0.03, ones)
+        finally:
+            done.set()
+    return [*(one.result() for one in two), late]
+
+
+@pytest.mark.slow
+def test_a_newcomer_believes_moments_of_many_more_steps_than_its_own(peers: Peers) -> None:
+    """They are a hundred times as large as its own: as large as its own will be."""
+    *ahead, late = met_late(peers, averaged(AveragedMoments((("exp_avg_sq", 1),))), 2000)
+    met = next(round for round in late.rounds if round.group)
+    assert (met.outcome, met.reason, len(met.group)) == ("averaged", "", 3)
+    for kind, value in late.after[met.round].items():
+        if kind.startswith(("exp_avg_sq of", "step of")):
+            for one in ahead:
+                torch.testing.assert_close(value, one.after[met.round][kind], rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_a_newcomer_believes_changes_of_many_more_steps_than_its_own(tmp_path: Path) -> None:
+    """Of a round of which it has trained but the last step or two."""
+    with closing(Run(tmp_path)) as run:
+        everyone = met_late(Peers(run.join, run.peers), methods.diloco(every=1000, codec="int8"), 990)
+    met = next(round for round in everyone[2].rounds if round.group)
+    told = [(one.outcome, one.reason) for seen in everyone for one in seen.rounds if one.group == met.group]
+    assert told == [("averaged", "")] * len(met.group)
+
+
+@pytest.mark.slow
+def test_who_came_late_to_a_round_is_waited_for_beside_it(peers: Peers) -> None:
+    """It is further by then than the others are, and so has seemed to have passed."""
+    peers.meet(2)
+    first, late = peers.open
+    both = first.members()
+    late.stand_by(33)
+    first.stand_by(30)
+    until(lambda: first.peers.members.by_rank[late.rank].step == 33)
+
+    def meets(one: Any, step: int) -> Any:
+        """Tells the others its step, as soon as it knows whom."""
+        said, key = torch.tensor([step], dtype=torch.uint8), f"moments{BESIDE}round 6"
+
+        def told(party: Party) -> list[int]:
+            heard = one.exchange(said, party.group, f"{key}, steps").wait(patience(10))
+            return sorted(int(word) for word in heard.values())
+
+        return one.meet(both, key, step, 1.0, "", told)
+
+    waits = meets(first, 30)
+    time.sleep(1.5)
+    comes = meets(late, 33)
+    assert [one.wait(patience(20)) for one in (waits, comes)] == [[30, 33], [30, 33]]
 
 
 def _held(one: Seen, number: int, group: tuple[int, ...]) -> bool:

@@ -463,7 +463,12 @@ def rule(blame: Blame = lambda rank, why: None) -> Aggregation:
 
 
 def aggregated(
-    aggregation: Aggregation, own: list[float], weights: dict[int, float], *packets: torch.Tensor, cell: str = "cell"
+    aggregation: Aggregation,
+    own: list[float],
+    weights: dict[int, float],
+    *packets: torch.Tensor,
+    cell: str = "cell",
+    growth: float = 1.0,
 ) -> tuple[list[float], list[int]]:
     """What replica 0 makes of its own message and of others' packets; and whose were of no use."""
 
@@ -474,7 +479,7 @@ def aggregated(
         averaging = Averaging(network.rank, methods.noloco(), aggregation=aggregation)
         message, unusable = torch.tensor(own), []
         try:
-            meeting = Meeting(network, network.members(), "x", weights=weights)
+            meeting = Meeting(network, network.members(), "x", weights=weights, growth=growth)
             averaging.start(Message(message, [cell], lambda flat: {cell: [flat]}), meeting)[0].wait(60)
         except PeerLostError as lost:
             unusable = list(lost.ranks)
@@ -507,6 +512,11 @@ def test_a_message_may_be_as_large_as_others_have_been() -> None:
     aggregation = rule()
     assert not aggregated(aggregation, [1.0], {}, dense(LARGEST_RATIO * 0.9))[1]
     assert aggregated(aggregation, [1.0], {}, dense(LARGEST_RATIO * 100))[1] == [1]
+
+
+def test_who_has_trained_for_less_takes_what_is_larger() -> None:
+    assert not aggregated(rule(), [1.0], {}, dense(LARGEST_RATIO * 90), growth=100)[1]
+    assert aggregated(rule(), [1.0], {}, dense(LARGEST_RATIO * 110), growth=100)[1] == [1]
 
 
 def test_small_messages_do_not_make_a_usual_one_too_large() -> None:

@@ -117,6 +117,10 @@ ALONE = {
 """Why a peer stays alone in a round: in a word, and as its events tell it."""
 
 
+BESIDE = ", beside "
+"""Is in the key of what those exchange who have just met in a round: see ElasticNetwork.meet."""
+
+
 @dataclass(frozen=True)
 class Party:
     """Who takes part in a round, less than two when this replica stays alone, and each message's weight in the mean."""
@@ -290,7 +294,8 @@ class ElasticNetwork(Network, Protocol):
         """Calls `then` with those who come to a round, in another thread while this replica trains; yields its result.
 
         Args:
-            wanted: the group that the round's topology makes of the members. Members left alone find others.
+            wanted: the group that the round's topology makes of the members. Members left alone find others. Where the
+                key has BESIDE in it, all of them have met in a round, and come, however far they are.
             step: at which this replica's round starts.
             weight: of its message in the mean.
             lineage: equal for all messages that may be averaged; "" for any.

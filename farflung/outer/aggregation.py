@@ -42,16 +42,17 @@ class Aggregation:
         self._sizes: dict[tuple[str, ...], deque[float]] = {}
         """The latest of each part, by its cells."""
 
-    def check(self, cells: Sequence[str], message: list[Tensor], own: Sequence[Tensor] | None) -> None:
+    def expect(self, cells: Sequence[str], own: Sequence[Tensor], growth: float) -> None:
+        """Takes note of this replica's own message, or its part that is these cells, as so many times as large."""
+        self._sizes_of(cells).append(_size(own) * growth)
+
+    def check(self, cells: Sequence[str], message: list[Tensor]) -> None:
         """Checks a message, or the part of one that is these cells. Raises PacketError.
 
         It must be finite, and not far larger than usual: for this part, and for parts as they are. One that this
         replica has not learnt, such as the rows of rare words, may be as large as others.
         """
-        size = _size(message) if finite(*message) else math.nan
-        sizes = self._sizes.setdefault(tuple(cells), deque(maxlen=SIZES_KEPT))
-        if own is not None:
-            sizes.append(_size(own))
+        size, sizes = _size(message) if finite(*message) else math.nan, self._sizes_of(cells)
         known = [statistics.median(some) for part in self._sizes.values() if (some := [n for n in part if n > 0])]
         here = [n for n in sizes if n > 0]
         usual = max(statistics.median(here or [size]), statistics.median(known or [size]))
@@ -60,6 +61,9 @@ class Aggregation:
                 f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
             )
         sizes.append(size)
+
+    def _sizes_of(self, cells: Sequence[str]) -> deque[float]:
+        return self._sizes.setdefault(tuple(cells), deque(maxlen=SIZES_KEPT))
 
 
 def _size(tensors: Sequence[Tensor]) -> float:

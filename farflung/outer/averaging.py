@@ -62,6 +62,10 @@ class Meeting:
     """Who averages a message: a group of a network. The key and the round's number are the same for all of it.
 
     By default all messages weigh the same.
+
+    Args:
+        growth: as how many times as large this replica's message counts where others' are judged by it: who has just
+            come has trained for less than they have.
     """
 
     network: Network
@@ -69,6 +73,7 @@ class Meeting:
     key: str
     round: int = 0
     weights: Mapping[int, float] = field(default_factory=dict)
+    growth: float = 1.0
 
 
 class Averaging:
@@ -182,7 +187,7 @@ class Averaging:
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        now, average = meeting.network.now, partial(self._average, meeting.weights, message.names)
+        now, average = meeting.network.now, partial(self._average, meeting, message.names)
         if self._aggregation:
             return Averaged(exchanges, message.flat, partial(average, strips), now), error
         averaged = [
@@ -209,7 +214,7 @@ class Averaging:
 
     def _average(
         self,
-        weights: Mapping[int, float],
+        meeting: Meeting,
         cells: Sequence[str],
         strips: Sequence[tuple[Bundle, list[Tensor]]],
         arriving: Iterable[Mapping[int, Packet]],
@@ -222,7 +227,7 @@ class Averaging:
                     messages.setdefault(sender, _Message(len(strips))).take(codec, packet, strip)
         whole = {sender: message.whole for sender, message in messages.items() if not message.missing}
         like = [tensor for _, strip in strips for tensor in strip]
-        mean, unreadable = self._mean(whole, cells, like, None if self._identical else like, weights)
+        mean, unreadable = self._mean(whole, cells, like, None if self._identical else like, meeting)
         _copy(mean, like)
         return unreadable
 
@@ -232,28 +237,34 @@ class Averaging:
         cells: Sequence[str],
         like: Sequence[Tensor],
         own: Sequence[Tensor] | None,
-        weights: Mapping[int, float],
+        meeting: Meeting,
     ) -> tuple[list[Tensor], dict[int, str]]:
-        """The mean of others' messages and of this replica's own; and why some could not be used."""
+        """The mean of others' messages and of this replica's own; and why some could not be used.
+
+        They are like its own message, which is in the mean as it is, or else as others see it.
+        """
+        self._expect(cells, like, meeting)
         total = self._aggregation.total(like) if self._aggregation else Mean(like)
         unreadable: dict[int, str] = {}
         for sender, message in messages.items():
             try:
-                total.add(self._checked(sender, message, cells, own), weights.get(sender, 1.0))
+                total.add(self._checked(sender, message, cells), meeting.weights.get(sender, 1.0))
             except PacketError as error:
                 unreadable[sender] = str(error)
         if own is not None:
-            total.add(own, weights.get(self._rank, 1.0))
+            total.add(own, meeting.weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
-    def _checked(
-        self, sender: int, message: Callable[[], list[Tensor]], cells: Sequence[str], own: Sequence[Tensor] | None
-    ) -> list[Tensor]:
+    def _expect(self, cells: Sequence[str], own: Sequence[Tensor], meeting: Meeting) -> None:
+        if self._aggregation:
+            self._aggregation.expect(cells, own, meeting.growth)
+
+    def _checked(self, sender: int, message: Callable[[], list[Tensor]], cells: Sequence[str]) -> list[Tensor]:
         """A message of some cells that a packet is decoded to. Raises PacketError."""
         try:
             decoded = message()
-            if self._aggregation and (own is None or sender != self._rank):
-                self._aggregation.check(cells, decoded, own)
+            if self._aggregation:
+                self._aggregation.check(cells, decoded)
         except PacketError as error:
             if self._aggregation:
                 self._aggregation.blame(sender, str(error))
@@ -273,7 +284,7 @@ class Averaging:
 
         def combine(received: dict[int, Packet]) -> Packet:
             messages = {rank: partial(senders[own].decode, p, parts[own]) for rank, p in received.items()}
-            mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting.weights)
+            mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
@@ -282,8 +293,9 @@ class Averaging:
         def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
             for rank, packet in next(iter(arriving)).items():
                 part, message = parts[rank], partial(senders[rank].decode, packet, parts[rank])
+                self._expect(list(cells[rank]), part, meeting)
                 try:
-                    _copy(self._checked(rank, message, list(cells[rank]), part), part)
+                    _copy(self._checked(rank, message, list(cells[rank])), part)
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable

@@ -23,6 +23,7 @@ from farflung.hooks.digests import digest
 from farflung.networks import Group, Party, PeerLostError, Pending, SharedState
 from farflung.networks.base import ALONE, CORE_ONLY, HOSTS_AGREE
 from farflung.outer.aggregation import Aggregation
+from farflung.outer.averaging import Meeting
 from farflung.outer.exchange import Exchange
 from farflung.outer.fragments import Weights
 from farflung.outer.loop import OuterLoop
@@ -167,9 +168,9 @@ class ElasticLoop(OuterLoop):
 
     def _exchange(self, sync: Sync[Tensor], offer: Offer[Tensor], group: Group) -> Exchange:
         """Starts a round with the members of the group that come, or with others left without partners."""
-        message, number, averaging = offer.message, sync.rounds, self._averagings[sync.index]
+        message, averaging = offer.message, self._averagings[sync.index]
         whole = self._weights[sync.index].fragment.message(message)
-        key = self._round_key(sync.index, number)
+        key = self._round_key(sync.index, sync.rounds)
 
         def average(party: Party) -> Result:
             with torch.no_grad(), follows():
@@ -185,9 +186,12 @@ class ElasticLoop(OuterLoop):
                 return Result(message, (), Outcome.SAT_OUT, ALONE[why])
             if (came := len(party.group)) < (quorum := self.method.quorum):
                 return Result(message, (), Outcome.SAT_OUT, f"{came} of a quorum of {quorum} came")
-            return average_of_party(self._elastic, party, whole, key, number, averaging, self.deadline_s)
+            return average_of_party(self._elastic, party, whole, meeting, averaging, self.deadline_s)
 
-        lineage = self._lineage(sync.index) if self.method.needs_equal_anchors else ""
+        changes = self.method.needs_equal_anchors  # else messages have weights or anchors in them
+        lineage = self._lineage(sync.index) if changes else ""
+        growth = sync.every_steps / max(1, sync.trained) if changes else 1.0  # a change grows at most as its steps do
+        meeting = Meeting(self.network, group, key, sync.rounds, growth=max(1.0, growth))
         even = self._options["weighting"] == "even"
         weight = 0.0 if offer.fault else 1.0 if even else sync.trained * self._options["step_weight"]
         began, follows = self.network.now(), self.side.following(message)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflung.networks.base import Group, Party
+from farflung.networks.base import BESIDE, Group, Party
 from farflung.networks.folder.notes import Written
 from farflung.networks.folder.presence import Presence
 from farflung.networks.folder.sealing import Kind, SealError
@@ -213,7 +213,10 @@ class Meetings:
         left = visit.until - time.monotonic()
         members = self._presence.members.by_rank
         missing = (member for rank in ranks if rank not in guests and (member := members.get(rank)))
-        return any(member.arrives(visit.step, left) for member in missing if member.alive and member.trains)
+        there = [member for member in missing if member.alive and member.trains]
+        if BESIDE in visit.key:
+            return any(member.rank in visit.wanted for member in there)
+        return any(member.arrives(visit.step, left) for member in there)
 
     def _can_be_placed(self, visit: Visit, guests: Mapping[int, Guest], now: float) -> bool:
         """Whether one that is idle may still find others."""

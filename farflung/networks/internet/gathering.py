@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from farflung.networks.base import ALONE, Party
+from farflung.networks.base import ALONE, BESIDE, Party
 from farflung.networks.internet.contact.streams import RequestRefusedError
 from farflung.networks.peers.frames import Frame, FrameError, entry, name_in, number, reading, whole
 from farflung.networks.peers.member import FURTHEST, LAST_RANK
@@ -40,6 +40,8 @@ class Guest:
     answer: asyncio.Future[Frame]
     asked: tuple[int, ...]
     """The hosts that it has asked; none where it cannot be sent on."""
+    beside: bool
+    """Whether it has met those that it wants in a round just now."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
     wants, shuns = entry(request, "wants", list), entry(request, "shuns", list)
     if len(wants) > WANTED or len(shuns) > SHUNNED:
         raise FrameError("a peer tells of too many others")
-    loop = asyncio.get_running_loop()
+    loop, key = asyncio.get_running_loop(), name_in(request, "key")
     wanted = frozenset(whole(one, LAST_RANK) for one in wants)
     if wanted and rank not in wanted:
         raise FrameError("a peer wants a group without itself")
@@ -75,8 +77,9 @@ def guest_of(request: Frame, rank: int) -> tuple[Guest, str]:
         loop.time() + min(number(request.get("patience")), LONGEST_PATIENCE_SECONDS),
         loop.create_future(),
         tuple(asked) if isinstance(asked := request.get("asked"), list) else (),
+        BESIDE in key,
     )
-    return guest, name_in(request, "key")
+    return guest, key
 
 
 @reading("a host's answer")

@@ -287,12 +287,14 @@ class Matchmaker:
         """Whether one that has not come can still do so while a guest waits."""
         left = guest.until - asyncio.get_running_loop().time()
         info = self._peers.info
+        if guest.beside and rank not in guest.wants:
+            return False
         if rank == self._peers.identity.rank:
-            return bool(info["trains"]) and arrives(info["step"], info["rate"], guest.step, left)
+            return bool(info["trains"]) and (guest.beside or arrives(info["step"], info["rate"], guest.step, left))
         member = self._peers.members.by_rank.get(rank)
         if member is None or not member.alive or not member.trains or rank in guest.shuns:
             return False
-        return member.arrives(guest.step, left)
+        return guest.beside or member.arrives(guest.step, left)
 
 
 def _turn(key: str, rank: int) -> bytes:

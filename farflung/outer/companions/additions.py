@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from farflung.networks import ElasticNetwork, Finished, Group, Party, PeerLostError
-from farflung.networks.base import fact_in, fact_packet
+from farflung.networks.base import ALONE, fact_in, fact_packet
 from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message
 from farflung.outer.exchange import Exchange, not_compared, start_columns, started
@@ -19,6 +19,9 @@ from farflung.outer.parties import average_of_party
 
 if TYPE_CHECKING:
     from farflung.outer.loop import OuterLoop
+
+
+OTHERS = "others offer what is of another kind"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Addition:
         fragment: whose round it is.
         weight: the message's in the mean; None where all messages weigh the same, which then need not be told.
         kind: equal for all messages that may be averaged; told with the weight.
+        growth: see Meeting.
         beside: what it is, where it may go on when its round is over: see Departures.
     """
 
@@ -43,6 +47,7 @@ class Addition:
     fragment: int
     weight: float | None = None
     kind: str = ""
+    growth: float = 1.0
     beside: str = ""
 
     def alone(self, outcome: Outcome = Outcome.SAT_OUT, reason: str = "") -> Result:
@@ -87,7 +92,7 @@ def _among_all(loop: OuterLoop, added: Addition, averaging: Averaging) -> Exchan
         with _watched(loop, added):
             words = [{rank: fact_in(word) for rank, word in one.wait(loop.deadline_s).items()} for one in told]
         if any(kind != added.kind for each in words for _, kind in each.values()):
-            return _over(loop, added.alone())
+            return _over(loop, added.alone(reason=OTHERS))
         weights = [{rank: weight for rank, (weight, _) in each.items()} for each in words]
         meetings = [
             replace(meeting, weights=each if len(set(each.values())) > 1 else {})
@@ -110,11 +115,12 @@ def _among_those_who_come(loop: OuterLoop, elastic: ElasticNetwork, added: Addit
 
     def average(party: Party) -> Result:
         if party.behind or len(party.group) < 2:
-            return added.alone()
+            return added.alone(reason=OTHERS if party.behind else ALONE[party.alone])
         with torch.no_grad(), follows():
             deadline_s = loop.deadline_s
-            return average_of_party(elastic, party, added.message, added.key, added.round, averaging, deadline_s)
+            return average_of_party(elastic, party, added.message, meeting, averaging, deadline_s)
 
+    meeting = Meeting(loop.network, added.group, added.key, added.round, growth=added.growth)
     weight = 1.0 if added.weight is None else added.weight
     began = loop.network.now()
     return Exchange(began, elastic.meet(added.group, added.key, loop.step, weight, added.kind, average))

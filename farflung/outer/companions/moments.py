@@ -18,6 +18,7 @@ from farflung.cells import Cell, Piece
 from farflung.codecs import Dense
 from farflung.errors import UserError
 from farflung.hooks.shards import own_of
+from farflung.networks.base import BESIDE
 from farflung.networks.torchrun import log
 from farflung.outer.averaging import Averaging
 from farflung.outer.columns import Message, views_like
@@ -144,19 +145,23 @@ class Moments(Along):
             self._told = True
             log.warning(NONE_KEPT, " or ".join(self._rhythms))
         states = self._states(weights)
-        moments = Due(weights.fragment, states, self._known(weights, states), due)
+        known = self._known(weights, states)
+        moments = Due(weights.fragment, states, known, due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
             message.flat.zero_()
         kind = self._loop.trained.layout.total(moments.digest)
-        key = self._loop.key(f"moments of round {round}, fragment {sync.index}")
-        added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)))
+        key = self._loop.key(f"moments{BESIDE}round {round} of fragment {sync.index}")
+        growth = growth_of(self._loop.step, known)
+        added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)), growth)
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
         averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
             moments.take(message.like(averaged.mean))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
+        else:
+            result.note(result.outcome, f"moments were not averaged: {averaged.reason}")
 
     def _known(self, weights: Weights, states: Mapping[str, dict[str, Any]]) -> dict[str, Known]:
         """What the replica keeps of each parameter; a process may keep cells of parameters of which it has no rows."""
@@ -183,6 +188,12 @@ class Known(NamedTuple):
 
     kinds: tuple[str, ...]
     step: float
+
+
+def growth_of(step: int, known: Mapping[str, Known]) -> float:
+    """How many times as large moments may be after all of a run's steps: they grow at most as these do."""
+    own = max((one.step for one in known.values()), default=0.0)
+    return max(1.0, step / own) if own else 1.0
 
 
 class Due:
