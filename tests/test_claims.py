@@ -244,6 +244,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (EVIDENCE, r"on every seed, by (\d+) to (\d+)%", with_muon),
     (EVIDENCE, r"of `diloco` (\S+) and (\S+)%, of `des-loc`", grown("diloco")),
     (EVIDENCE, r"of `des-loc` (\S+) and (\S+)%", grown("des-loc")),
+    (EVIDENCE, r"of `streaming-diloco` (\S+) and (\S+)%", grown("streaming-diloco")),
+    (EVIDENCE, r"never meet are (\S+)% above ddp, and (\S+)% after", grown("local")),
     (EVIDENCE, r"of DiLoCo in 2 bits (\S+) and (\S+)%", grown("diloco, ef-int2")),
     (EVIDENCE, r"of NoLoCo with `modulo4` (\S+) and (\S+)%", grown("noloco, modulo4")),
     (EVIDENCE, r"of `nolocox` (\S+) and (\S+)%, at 288", grown("nolocox")),
