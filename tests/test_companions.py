@@ -177,7 +177,7 @@ def test_peers_end_as_replicas_that_stay(peers: Peers, name: str) -> None:
 def test_one_comes_late_and_another_leaves_in_mid_run(peers: Peers) -> None:
     """All who hold a round have the same moments after it, of the same steps, and follow the same mean step."""
     peers.meet(2)
-    others_met, done = threading.Event(), threading.Event()
+    others_met, left, done = threading.Event(), threading.Event(), threading.Event()
     first, second = peers.open
 
     def until_done(_: Session, __: list[Round]) -> bool:
@@ -196,11 +196,12 @@ def test_one_comes_late_and_another_leaves_in_mid_run(peers: Peers) -> None:
     def leaves() -> Seen:
         seen = train(second, (ALL, muon), 1, until_three_have_met, step_s=0.03)
         second.close()
+        left.set()
         return seen
 
     def last(_: Session, rounds: list[Round]) -> bool:
         sizes = [len(round.group) for round in rounds if round.outcome == "averaged"]
-        if 3 in sizes and sizes[-2:] == [2, 2]:
+        if left.is_set() and sizes[-2:] == [2, 2]:
             done.set()
         return not done.is_set()
 
@@ -288,13 +289,14 @@ def test_a_newcomer_believes_changes_of_many_more_steps_than_its_own(tmp_path: P
 
 @pytest.mark.slow
 def test_who_came_late_to_a_round_is_waited_for_beside_it(peers: Peers) -> None:
-    """It is further by then than the others are, and so has seemed to have passed."""
+    """It is further by then than the others are, and that it trains may be news to them."""
     peers.meet(2)
     first, late = peers.open
     both = first.members()
     late.stand_by(33)
     first.stand_by(30)
     until(lambda: first.peers.members.by_rank[late.rank].step == 33)
+    first.peers.members.by_rank[late.rank].trains = False
 
     def meets(one: Any, step: int) -> Any:
         """Tells the others its step, as soon as it knows whom."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from patience import patience, until
 from test_internet import Run, live, pair
 
 from farflung.networks.internet.contact.streams import RequestRefusedError
-from farflung.networks.internet.gathering import GRACE_SECONDS
-from farflung.networks.internet.matchmaker import RENDEZVOUS_KEPT, VISITS
+from farflung.networks.internet.gathering import GRACE_SECONDS, guest_of
+from farflung.networks.internet.matchmaker import RENDEZVOUS_KEPT, VISITS, Matchmaker
 from farflung.networks.peers.frames import FrameError
 from farflung.networks.peers.member import Member
 
@@ -39,6 +40,11 @@ def request(*wants: int, key: str, wait_s: float = 20.0, **other: Any) -> dict[s
     return {**asked, "patience": wait_s, **other}
 
 
+async def welcomed(matchmaker: Matchmaker, rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """What the host answers one that asks."""
+    return await matchmaker._welcome(*guest_of(asked, rank))
+
+
 def group_of(answer: dict[str, Any]) -> set[int]:
     return {rank for rank, _ in answer["weights"]}
 
@@ -49,7 +55,7 @@ def come(host: Run, *guests: tuple[int, dict[str, Any]], apart_s: float = 0.3) -
 
     async def one(number: int, rank: int, asked: dict[str, Any]) -> set[int]:
         await asyncio.sleep(number * apart_s)
-        return group_of(await matchmaker._welcome(rank, asked))
+        return group_of(await welcomed(matchmaker, rank, asked))
 
     async def all_of_them() -> list[set[int]]:
         return list(await asyncio.gather(*(one(number, *guest) for number, guest in enumerate(guests))))
@@ -91,7 +97,7 @@ def test_one_that_alone_shuns_another_hears_that_it_is_kept(host: Run) -> None:
 
     async def meet() -> list[dict[str, Any]]:
         asked = [request(*group, key="round 1 of fragment 8", shuns=[LIAR] if rank == 11 else []) for rank in group]
-        return list(await asyncio.gather(*map(matchmaker._welcome, group, asked)))
+        return list(await asyncio.gather(*map(partial(welcomed, matchmaker), group, asked)))
 
     answers = host.peers[0].peers.background.run(meet(), patience(60))
     assert [group_of(answer) for answer in answers] == [{11}] + 3 * [{12, 13, LIAR}]
@@ -196,12 +202,12 @@ def test_nobody_comes_to_a_round_twice_or_to_very_many_and_none_that_is_live_is_
         come(host, (LIAR, request(key=key)))
 
     async def besiege() -> int:
-        waiting = asyncio.ensure_future(matchmaker._welcome(11, request(11, 12, key="live")))
+        waiting = asyncio.ensure_future(welcomed(matchmaker, 11, request(11, 12, key="live")))
         await asyncio.sleep(0.1)
-        junk = [asyncio.ensure_future(matchmaker._welcome(LIAR, request(LIAR, 14, key=f"{n}"))) for n in range(500)]
+        junk = [asyncio.ensure_future(welcomed(matchmaker, LIAR, request(LIAR, 14, key=f"{n}"))) for n in range(500)]
         await asyncio.sleep(0.5)
         refused = sum(one.done() and isinstance(one.exception(), RequestRefusedError) for one in junk)
-        partner = await matchmaker._welcome(12, request(11, 12, key="live"))
+        partner = await welcomed(matchmaker, 12, request(11, 12, key="live"))
         assert group_of(partner) == group_of(await waiting) == {11, 12}
         for one in junk:
             one.cancel()
@@ -217,7 +223,7 @@ def test_one_that_stays_alone_hears_why(host: Run) -> None:
 
     async def one(number: int, rank: int, asked: dict[str, Any]) -> str:
         await asyncio.sleep(0.5 * number)
-        return str((await matchmaker._welcome(rank, asked))["alone"])
+        return str((await welcomed(matchmaker, rank, asked))["alone"])
 
     async def all_of(key: str, *guests: tuple[int, dict[str, Any]]) -> list[str]:
         asked = [(rank, {**request(rank, key=key, wait_s=3.0), **more}) for rank, more in guests]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.networks import Party
+from farflung.networks.base import BESIDE
 from farflung.networks.peers.pace import Patience
 
 ALONE = Party((), {}, alone="nobody")
@@ -59,6 +60,18 @@ def test_one_that_has_met_others_waits_for_a_share_of_the_time_again(
     assert waits == [5.0, 2.5, EVERY_S, EVERY_S, 2.5]
     clock.now += 1000.0
     assert one.seconds("round 1 of 0") == 60.0
+
+
+def test_those_who_have_just_met_wait_for_each_other_from_one_round_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("farflung.networks.peers.pace.time", clock)
+    one, waits = Patience(60.0), list[float]()
+    for seconds in (0.1, EVERY_S, 1000.0, 0.0):
+        waits.append(one.seconds(f"moments{BESIDE}round {len(waits)} of 0"))
+        clock.now += seconds
+    assert waits == [20.0, 5.0, EVERY_S, 60.0]
 
 
 def test_in_a_folder_one_that_comes_alone_again_and_again_waits_longer(tmp_path: Path) -> None:

@@ -213,10 +213,10 @@ class Meetings:
         left = visit.until - time.monotonic()
         members = self._presence.members.by_rank
         missing = (member for rank in ranks if rank not in guests and (member := members.get(rank)))
-        there = [member for member in missing if member.alive and member.trains]
-        if BESIDE in visit.key:
-            return any(member.rank in visit.wanted for member in there)
-        return any(member.arrives(visit.step, left) for member in there)
+        there = [member for member in missing if member.alive]
+        if BESIDE in visit.key:  # they train, even where no news of that has come yet
+            return any(member.rank in visit.wanted and not member.stalled for member in there)
+        return any(member.trains and member.arrives(visit.step, left) for member in there)
 
     def _can_be_placed(self, visit: Visit, guests: Mapping[int, Guest], now: float) -> bool:
         """Whether one that is idle may still find others."""

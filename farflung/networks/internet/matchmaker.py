@@ -12,11 +12,11 @@ import hashlib
 import random
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from farflung.errors import UserError
-from farflung.networks.base import HOSTS_AGREE, Group, Party
+from farflung.networks.base import BESIDE, HOSTS_AGREE, Group, Party
 from farflung.networks.internet.contact.host import UNREACHABLE
 from farflung.networks.internet.contact.peers import Peers
 from farflung.networks.internet.contact.streams import PROMPT_SECONDS, PeerStream, RequestRefusedError
@@ -36,7 +36,7 @@ from farflung.networks.internet.gathering import (
     send_on,
     shun_each_other,
 )
-from farflung.networks.peers.frames import Frame, FrameError, entry, name_in
+from farflung.networks.peers.frames import Frame, FrameError, entry
 from farflung.networks.peers.guard import BAN_SECONDS, MISSED
 from farflung.networks.peers.member import Member, arrives, member_in
 from farflung.networks.peers.members import KNOWN
@@ -76,7 +76,7 @@ class Matchmaker:
         """The group of those who came to a round; see Network. Never fails: at worst this peer stays alone."""
         request = {"wants": list(wanted), "key": key, "step": step, "weight": weight, "lineage": anchor_digest}
         request |= {"patience": patience_s, "shuns": self._peers.members.shunned()[:SHUNNED]}
-        hosts, asked, alone = deque(self._hosts(key)[:HOSTS_TRIED]), list[int](), "unreachable"
+        hosts, asked, alone = deque(self._hosts(key, wanted)[:HOSTS_TRIED]), list[int](), "unreachable"
         for forgotten in self._silent.keys() - self._peers.members.by_rank.keys():
             del self._silent[forgotten]
         silent = [host for host in self._silent if self._asked_in_vain(host)]  # nobody shall send this peer on to these
@@ -103,7 +103,7 @@ class Matchmaker:
 
     async def _visit(self, host: int, request: Frame) -> Party | int | str | None:
         """The group of a round at another host, or a better host, or a word of ALONE; None if it is not there."""
-        if host not in self._expected():
+        if host not in self._may_host(request["key"], request["wants"]):
             return None  # it has been gone for too long meanwhile
         member = self._peers.members.by_rank[host]
         try:
@@ -139,7 +139,7 @@ class Matchmaker:
         """The group of a round that this peer hosts itself."""
         own = self._peers.identity.rank
         try:
-            answer = await self._welcome(own, request)
+            answer = await self._welcome(*guest_of(request, own))
             self._forgive(answer, own)
             return replace(party_of(answer, own, weight), host=own)
         except TimeoutError:
@@ -161,9 +161,17 @@ class Matchmaker:
             if len(said) >= HOSTS_AGREE or host == self._peers.identity.rank:
                 self._peers.guard.forgive(self._peers.members.by_rank[rank].peer)
 
-    def _hosts(self, key: str) -> list[int]:
+    def _hosts(self, key: str, wanted: Collection[int] = ()) -> list[int]:
         """Who may host a round, in the order in which they are to be asked: last, those that keep others waiting."""
-        return sorted(self._expected(), key=lambda rank: (self._asked_in_vain(rank), _turn(key, rank)))
+        hosts = self._may_host(key, wanted)
+        return sorted(hosts, key=lambda rank: (self._asked_in_vain(rank), _turn(key, rank)))
+
+    def _may_host(self, key: str, wanted: Collection[int]) -> list[int]:
+        """Those who train; beside a round, those who have met there, be it news or not that they train."""
+        if BESIDE not in key:
+            return self._expected()
+        there = {member.rank for member in self._peers.members.in_good_standing()} | {self._peers.identity.rank}
+        return sorted(there.intersection(wanted))
 
     def _asked_in_vain(self, host: int) -> bool:
         """Whether a host has not answered again and again; it is asked last for a while."""
@@ -178,11 +186,12 @@ class Matchmaker:
             raise RequestRefusedError("the others do not know of it")  # and would wait for it in vain
         if not self._peers.info["trains"]:
             raise RequestRefusedError(HOSTS_NO_MORE)
-        first, asked = self._hosts(name_in(frame, "key"))[0], frame.get("asked")
-        if isinstance(asked, list) and first not in (self._peers.identity.rank, stream.member.rank, *asked):
+        guest, key = guest_of(frame, stream.member.rank)
+        here = (self._peers.identity.rank, guest.rank, *guest.asked)
+        if guest.asked and (first := next(iter(self._hosts(key, guest.wants)), guest.rank)) not in here:
             await stream.tell({"better": self._peers.members.by_rank[first].record})
             return
-        welcome = asyncio.ensure_future(self._welcome(stream.member.rank, frame))
+        welcome = asyncio.ensure_future(self._welcome(guest, key))
         left = asyncio.ensure_future(stream.reader.read(1))
         try:
             await asyncio.wait([welcome, left], return_when=asyncio.FIRST_COMPLETED)
@@ -195,9 +204,9 @@ class Matchmaker:
             left.cancel()
             await asyncio.wait([welcome, left])  # until then nobody else may read
 
-    async def _welcome(self, rank: int, request: Frame) -> Frame:
-        """Admits a peer, and yields its group in the end. Raises FrameError, RequestRefusedError and TimeoutError."""
-        guest, key = guest_of(request, rank)
+    async def _welcome(self, guest: Guest, key: str) -> Frame:
+        """Admits a peer, and yields its group in the end. Raises RequestRefusedError and TimeoutError."""
+        rank = guest.rank
         self._peers.members.heard_step(rank, guest.step)
         rendezvous = self._rendezvous_of(key)
         if rank in rendezvous.waiting or rank in rendezvous.gone:
@@ -292,9 +301,11 @@ class Matchmaker:
         if rank == self._peers.identity.rank:
             return bool(info["trains"]) and (guest.beside or arrives(info["step"], info["rate"], guest.step, left))
         member = self._peers.members.by_rank.get(rank)
-        if member is None or not member.alive or not member.trains or rank in guest.shuns:
+        if member is None or not member.alive or rank in guest.shuns:
             return False
-        return guest.beside or member.arrives(guest.step, left)
+        if guest.beside:  # it trains, even where no news of that has come yet
+            return not member.stalled
+        return member.trains and member.arrives(guest.step, left)
 
 
 def _turn(key: str, rank: int) -> bytes:

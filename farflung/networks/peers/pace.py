@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from farflung.networks.base import Party
+from farflung.networks.base import BESIDE, Party
 from farflung.networks.peers.members import Members
 
 JUMP = 4
@@ -20,6 +20,8 @@ OUT_OF_STEP = 2
 """One that has met nobody at so many rounds waits for all of that time: all who hold the same rounds then come by."""
 FIRST_ROUND_SECONDS = 20.0
 """How long the first round is expected to take."""
+BESIDE_SECONDS = 5.0
+"""For so long at least a peer waits for those that it has just met."""
 
 
 class Patience:
@@ -34,10 +36,15 @@ class Patience:
         self._in_vain = 0
 
     def seconds(self, key: str) -> float:
-        """How long to wait at a round that begins now, by the time since the last of its fragment."""
+        """How long to wait at a round that begins now, by the time since the last of its fragment.
+
+        Those who have just met come to what is beside their round, be it later on a busy machine.
+        """
         fragment, now = key.rpartition(" of ")[2], time.monotonic()
         between = now - self._met.get(fragment, now - FIRST_ROUND_SECONDS)
         self._met[fragment] = now
+        if BESIDE in key:
+            return min(max(BESIDE_SECONDS, between), self._longest_s)
         share = WAITED_SHARE if self._in_vain < OUT_OF_STEP else 1.0
         return min(max(1.0, share * between), self._longest_s)
 

@@ -137,7 +137,9 @@ class Moments(Along):
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Averages what is due after this round."""
         due = [kind for kind, rhythms in self._rhythms.items() if _is_due(round, rhythms)]
-        group = tuple(rank for rank in result.group if rank not in result.missing)
+        # Where replicas come and go, who was missed may come to this, and others wait for it.
+        missing = () if self._loop.network.elastic else result.missing
+        group = tuple(rank for rank in result.group if rank not in missing)
         if not due or len(group) < 2:
             return
         self._note(weights)  # one that goes on from a state has not seen the round start
