@@ -42,6 +42,12 @@ STEP = 2.0**-30
 SQUARE = "exp_avg_sq"
 """What kinds of Adam call the mean of squares that they divide their other moments by."""
 
+SQUARES = frozenset((SQUARE, "max_exp_avg_sq", "square_avg"))
+"""What no optimizer lets be negative: it takes their roots."""
+
+MOST_STEPS = 2.0**24
+"""Further a float32 does not count."""
+
 NONE_KEPT = "no attached optimizer keeps %s, so only weights are averaged; give attach one that does, such as AdamW"
 
 
@@ -159,7 +165,7 @@ class Moments(Along):
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
         averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
-            moments.take(message.like(averaged.mean))
+            moments.take(message.like(averaged.mean), len(averaged.group))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
         else:
@@ -238,18 +244,24 @@ class Due:
         none = torch.empty(0, dtype=self._fragment.dtype, device=device)
         return Message(torch.cat([none, *tensors]), list(cells), partial(views_like, cells))
 
-    def take(self, mean: Message) -> None:
-        """Replaces them, where any are kept, and the numbers of steps that they are divided by."""
+    def take(self, mean: Message, members: int) -> None:
+        """Replaces them, where any are kept, and the numbers of steps that they are divided by.
+
+        Steps and squares are never negative, so that their mean is at least what is this replica's own of it. One who
+        says otherwise would have others take roots of less than nothing, or divide by next to nothing.
+        """
         device = mean.flat.device
         flats = {kind: self._gathered(kind, device) for kind in self._due}
         for cell in self._cells:
             views = self._views(cell, flats)
             *values, steps = mean.cells[cell.name]
-            for own, value in zip(views.values(), values, strict=True):
-                own.copy_(value)
+            for ((kind, _), own), value in zip(views.items(), values, strict=True):
+                least = own.nan_to_num(0.0, 0.0, 0.0).clamp_(min=0.0) / members if kind in SQUARES else value
+                own.copy_(torch.maximum(value, least))
             for piece, number in zip(self._pieces(cell), steps.tolist(), strict=True):
                 if isinstance(step := self._states.get(piece.parameter, {}).get("step"), Tensor):
-                    step.fill_(max(1.0, number / STEP))
+                    least_steps = max(1.0, self._known[piece.parameter].step / members)
+                    step.fill_(min(max(least_steps, number / STEP), MOST_STEPS))
         for kind, flat in flats.items():
             self._fragment.keeper.scatter(flat, self._local(kind))
         for state in self._states.values():
