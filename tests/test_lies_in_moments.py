@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,14 @@ from problem import inner_steps, small_model
 from test_companions import EVERY, adamw, averaged, kept_by
 from torch import Tensor
 
+from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import AveragedMoments
 from farflung.outer.averaging import Averaging
 from farflung.outer.columns import Message
+from farflung.outer.companions import moments
+from farflung.outer.companions.additions import Addition, exchanged
+from farflung.outer.companions.growths import growth_of
 
 BOTH = averaged(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 1))))
 Lie = Callable[[Tensor, Tensor, Tensor], None]
@@ -38,9 +42,9 @@ def lying(rank: int, lie: Lie) -> Iterator[None]:
 
 
 def _change(message: Message, lie: Lie) -> None:
-    for *moments, steps in message.cells.values():
-        half = len(moments) // 2
-        for first, square in zip(moments[:half], moments[half:], strict=True):
+    for *kinds, steps in message.cells.values():
+        half = len(kinds) // 2
+        for first, square in zip(kinds[:half], kinds[half : 2 * half], strict=True):
             lie(first, square, steps)
 
 
@@ -74,3 +78,49 @@ def test_no_lie_spoils_others_weights_or_steps(kind: str) -> None:
         for name, times in grown.items():
             if name.startswith(("exp_avg_sq", "step")):
                 assert torch.isfinite(times).all() and (times > 0.3).all(), name
+
+
+def growths(method: Method, steps: int, lie: Lie = lambda *_: None) -> list[dict[str, set[float]]]:
+    """As how many times as large the first of three counts what it sends of each cell, in each round with moments."""
+    seen: list[dict[str, set[float]]] = []
+
+    def noted(loop: Any, added: Addition, averaging: Averaging) -> Any:
+        if loop.network.rank == 0:
+            one = added.growth if isinstance(added.growth, Mapping) else {"all": [added.growth]}
+            seen.append({cell: set(each) for cell, each in one.items()})
+        return exchanged(loop, added, averaging)
+
+    def work(network: SimulatedNetwork) -> None:
+        model = small_model()
+        optimizer = adamw(model)
+        with method.attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(steps))
+
+    with lying(2, lie), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moments, "exchanged", noted)
+        Simulation(3).run(work)
+    return seen
+
+
+def test_moments_are_judged_by_what_they_forget_and_not_by_how_long_a_run_is() -> None:
+    """A replica that has just come believes of those that forget within ten steps ten times its own, and no more."""
+    betas = (0.9, 0.999)
+    assert growth_of("exp_avg", betas, 1.0, 1e6) == pytest.approx(10)
+    assert growth_of("exp_avg_sq", betas, 1.0, 1e6) == pytest.approx(1000)
+    assert growth_of("exp_avg_sq", betas, 1e5, 1e6) == pytest.approx(1)
+    assert growth_of("sum", betas, 10.0, 1e3) == 100 == growth_of("exp_avg_sq", None, 10.0, 1e3)
+    assert growth_of("momentum_buffer", None, 0.0, 1e3) == 1
+
+
+def test_who_has_averaged_moments_judges_others_by_its_own_whatever_they_say_of_steps() -> None:
+    first, *later = growths(BOTH, 4 * EVERY, LIES["no steps"])
+    assert all(max(each) > 100 for each in first.values())  # of squares after five steps
+    assert later == [{"all": {1.0}}] * 3
+
+
+def test_what_is_averaged_more_rarely_counts_by_own_steps_though_others_have_been_taken() -> None:
+    method = averaged(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 4))))
+    *_, last = growths(method, 4 * EVERY, LIES["endless steps"])
+    assert all(
+        max(each) == pytest.approx(growth_of("exp_avg_sq", (0.9, 0.999), 4 * EVERY, 0)) for each in last.values()
+    )

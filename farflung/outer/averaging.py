@@ -29,6 +29,9 @@ Way = Literal["whole", "parts"]
 """How packets are averaged among more than two members. `whole` is an all-gather: n - 1 times a message's bytes,
 encoded once. `parts` is a reduce-scatter and an all-gather: 2 (n - 1) / n times the bytes, encoded twice."""
 
+Growth = float | Mapping[str, Sequence[float]]
+"""Of a message; or of each tensor of each of its cells."""
+
 
 def uses_all_gather(codec: Codec, way: Way, members: int) -> bool:
     """Whether packets are averaged by all-gather; a pair's are, since that sends no more bytes."""
@@ -73,7 +76,7 @@ class Meeting:
     key: str
     round: int = 0
     weights: Mapping[int, float] = field(default_factory=dict)
-    growth: float = 1.0
+    growth: Growth = 1.0
 
 
 class Averaging:
@@ -187,7 +190,8 @@ class Averaging:
         # What follows is computed while the packets are on the wire.
         errors = [codec.error_of(packet, strip) for (codec, strip), packet in zip(strips, packets, strict=True)]
         error = joint_error(errors, [norm(strip) for _, strip in strips])
-        now, average = meeting.network.now, partial(self._average, meeting, message.names)
+        now = meeting.network.now
+        average = partial(self._average, meeting, message.names, _tensors(self._likely(message, meeting)))
         if self._aggregation:
             return Averaged(exchanges, message.flat, partial(average, strips), now), error
         averaged = [
@@ -216,6 +220,7 @@ class Averaging:
         self,
         meeting: Meeting,
         cells: Sequence[str],
+        likely: Sequence[Tensor],
         strips: Sequence[tuple[Bundle, list[Tensor]]],
         arriving: Iterable[Mapping[int, Packet]],
     ) -> dict[int, str]:
@@ -227,6 +232,7 @@ class Averaging:
                     messages.setdefault(sender, _Message(len(strips))).take(codec, packet, strip)
         whole = {sender: message.whole for sender, message in messages.items() if not message.missing}
         like = [tensor for _, strip in strips for tensor in strip]
+        self._expect(cells, likely, meeting)
         mean, unreadable = self._mean(whole, cells, like, None if self._identical else like, meeting)
         _copy(mean, like)
         return unreadable
@@ -243,7 +249,6 @@ class Averaging:
 
         They are like its own message, which is in the mean as it is, or else as others see it.
         """
-        self._expect(cells, like, meeting)
         total = self._aggregation.total(like) if self._aggregation else Mean(like)
         unreadable: dict[int, str] = {}
         for sender, message in messages.items():
@@ -255,9 +260,29 @@ class Averaging:
             total.add(own, meeting.weights.get(self._rank, 1.0))
         return total.result(), unreadable
 
-    def _expect(self, cells: Sequence[str], own: Sequence[Tensor], meeting: Meeting) -> None:
+    def _likely(self, message: Message, meeting: Meeting) -> Cells:
+        """The cells of what others' messages are likely as large as; but for a growth that is one for all of them."""
+        growth = meeting.growth
+        if self._aggregation is None or not isinstance(growth, Mapping):
+            return message.cells
+        cells = message.like(message.flat.clone()).cells
+        for name, tensors in cells.items():
+            for tensor, times in zip(tensors, growth[name], strict=True):
+                tensor.mul_(times)
+        return cells
+
+    def _likely_parts(
+        self, message: Message, meeting: Meeting, own: dict[int, list[Tensor]]
+    ) -> Mapping[int, Sequence[Tensor]]:
+        """The same in parts, one a member; those of the message are its own."""
+        if (cells := self._likely(message, meeting)) is message.cells:
+            return own
+        return dict(zip(own, map(_tensors, cut(cells, len(own))), strict=True))
+
+    def _expect(self, cells: Sequence[str], likely: Sequence[Tensor], meeting: Meeting) -> None:
         if self._aggregation:
-            self._aggregation.expect(cells, own, meeting.growth)
+            growth = meeting.growth
+            self._aggregation.expect(cells, likely, 1.0 if isinstance(growth, Mapping) else growth)
 
     def _checked(self, sender: int, message: Callable[[], list[Tensor]], cells: Sequence[str]) -> list[Tensor]:
         """A message of some cells that a packet is decoded to. Raises PacketError."""
@@ -275,6 +300,7 @@ class Averaging:
         own, group = self._rank, meeting.group
         cells = dict(zip(group, cut(message.cells, len(group)), strict=True))
         parts = {rank: _tensors(part) for rank, part in cells.items()}
+        likely = self._likely_parts(message, meeting, parts)
         senders = {
             rank: self._bundle(cells[rank], f"part {number} of {len(group)}") for number, rank in enumerate(group)
         }
@@ -284,6 +310,7 @@ class Averaging:
 
         def combine(received: dict[int, Packet]) -> Packet:
             messages = {rank: partial(senders[own].decode, p, parts[own]) for rank, p in received.items()}
+            self._expect(list(cells[own]), likely[own], meeting)
             mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
@@ -293,7 +320,7 @@ class Averaging:
         def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
             for rank, packet in next(iter(arriving)).items():
                 part, message = parts[rank], partial(senders[rank].decode, packet, parts[rank])
-                self._expect(list(cells[rank]), part, meeting)
+                self._expect(list(cells[rank]), likely[rank], meeting)
                 try:
                     _copy(self._checked(rank, message, list(cells[rank])), part)
                 except PacketError as error:

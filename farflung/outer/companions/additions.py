@@ -11,7 +11,7 @@ import torch
 
 from farflung.networks import ElasticNetwork, Finished, Group, Party, PeerLostError
 from farflung.networks.base import ALONE, fact_in, fact_packet
-from farflung.outer.averaging import Averaging, Meeting
+from farflung.outer.averaging import Averaging, Growth, Meeting
 from farflung.outer.columns import Message
 from farflung.outer.exchange import Exchange, not_compared, start_columns, started
 from farflung.outer.outcomes import Outcome, Result
@@ -47,7 +47,7 @@ class Addition:
     fragment: int
     weight: float | None = None
     kind: str = ""
-    growth: float = 1.0
+    growth: Growth = 1.0
     beside: str = ""
 
     def alone(self, outcome: Outcome = Outcome.SAT_OUT, reason: str = "") -> Result:

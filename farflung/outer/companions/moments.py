@@ -20,10 +20,11 @@ from farflung.errors import UserError
 from farflung.hooks.shards import own_of
 from farflung.networks.base import BESIDE
 from farflung.networks.torchrun import log
-from farflung.outer.averaging import Averaging
+from farflung.outer.averaging import Averaging, Growth
 from farflung.outer.columns import Message, views_like
 from farflung.outer.companions.additions import Addition, awaited, exchanged
 from farflung.outer.companions.base import Added, Along
+from farflung.outer.companions.growths import OwnPart, growth_of
 from farflung.outer.fragments import sendable
 from farflung.outer.outcomes import Outcome
 from farflung.outer.topologies import Everyone
@@ -45,8 +46,8 @@ SQUARE = "exp_avg_sq"
 SQUARES = frozenset((SQUARE, "max_exp_avg_sq", "square_avg"))
 """What no optimizer lets be negative: it takes their roots."""
 
-MOST_STEPS = 2.0**24
-"""Further a float32 does not count."""
+MOST_STEPS = 2.0**23
+"""Taken of others: a float32 counts twice as far."""
 
 NONE_KEPT = "no attached optimizer keeps %s, so only weights are averaged; give attach one that does, such as AdamW"
 
@@ -125,6 +126,8 @@ class Moments(Along):
         self._averagings = [Averaging(rank, plain, exact=True, aggregation=rule()) for _ in loop.anchors]
         self._kinds: dict[str, tuple[str, ...]] = {}
         """What is kept of each parameter, by its name; also of those that have had no gradient yet."""
+        self._betas: dict[str, Sequence[Any] | None] = {}
+        self._own = [OwnPart() for _ in loop.anchors]
         self._told = False
 
     def before(self, sync: Sync[Tensor], weights: Weights) -> None:
@@ -139,6 +142,7 @@ class Moments(Along):
                 kinds = tuple(kind for kind in self._rhythms if any(kind in state for state in states))
                 if kinds:
                     self._kinds |= {names[one]: kinds for one in group["params"] if one in names}
+                    self._betas |= {names[one]: group.get("betas") for one in group["params"] if one in names}
 
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Averages what is due after this round."""
@@ -153,29 +157,36 @@ class Moments(Along):
             self._told = True
             log.warning(NONE_KEPT, " or ".join(self._rhythms))
         states = self._states(weights)
-        known = self._known(weights, states)
+        known = self._known(weights, states, self._own[sync.index])
         moments = Due(weights.fragment, states, known, due)
         message = moments.message(weights.anchor.device)
         if not (sound := sendable(message.flat)):
             message.flat.zero_()
         kind = self._loop.trained.layout.total(moments.digest)
         key = self._loop.key(f"moments{BESIDE}round {round} of fragment {sync.index}")
-        growth = growth_of(self._loop.step, known)
-        added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)), growth)
+        added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)), moments.growths)
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
         averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
+            counted = _counted(states)
             moments.take(message.like(averaged.mean), len(averaged.group))
+            self._own[sync.index].takes(due, counted, _counted(states))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
         else:
             result.note(result.outcome, f"moments were not averaged: {averaged.reason}")
 
-    def _known(self, weights: Weights, states: Mapping[str, dict[str, Any]]) -> dict[str, Known]:
+    def _known(self, weights: Weights, states: Mapping[str, dict[str, Any]], part: OwnPart) -> dict[str, Known]:
         """What the replica keeps of each parameter; a process may keep cells of parameters of which it has no rows."""
-        kinds = {name: self._kinds[name] for name in weights.fragment.named if name in self._kinds}
-        own = {name: Known(kinds[name], float(states.get(name, {}).get("step", 0.0))) for name in kinds}
-        return dict(ChainMap(*self._loop.trained.layout.told(own)))
+        run = 0.0 if self._loop.method.schedule.by_clock else float(self._loop.step)  # which counts no steps there
+        own = part.steps(_counted(states))
+        known = {}
+        for name in (name for name in weights.fragment.named if name in self._kinds):
+            kinds = self._kinds[name]
+            growths = {k: 1.0 if k in part.averaged else growth_of(k, self._betas[name], own, run) for k in kinds}
+            more = 1.0 if part.averaged or not own else max(1.0, (run or MOST_STEPS) / own)
+            known[name] = Known(kinds, float(states.get(name, {}).get("step", 0.0)), growths, more)
+        return dict(ChainMap(*self._loop.trained.layout.told(known)))
 
     def _states(self, weights: Weights) -> dict[str, dict[str, Any]]:
         """What inner optimizers keep of each parameter, by its name."""
@@ -191,17 +202,18 @@ def _leave_undivided(state: Mapping[str, Any], kinds: Sequence[str]) -> None:
                 own_of(state[kind]).masked_fill_(own_of(square) == 0, 0)
 
 
+def _counted(states: Mapping[str, Mapping[str, Any]]) -> float:
+    """The steps that inner optimizers count."""
+    return max((float(state.get("step", 0.0)) for state in states.values()), default=0.0)
+
+
 class Known(NamedTuple):
-    """What is kept of a parameter: of which kinds, and after how many steps."""
+    """What is kept of a parameter: of which kinds, after how many steps, and as how many times as large it counts."""
 
     kinds: tuple[str, ...]
     step: float
-
-
-def growth_of(step: int, known: Mapping[str, Known]) -> float:
-    """How many times as large moments may be after all of a run's steps: they grow at most as these do."""
-    own = max((one.step for one in known.values()), default=0.0)
-    return max(1.0, step / own) if own else 1.0
+    growths: Mapping[str, float]
+    more_steps: float
 
 
 class Due:
@@ -235,6 +247,18 @@ class Due:
         pieces = [piece for cell in self._fragment.cells for piece in cell.pieces]
         words = (f"{piece.parameter} {piece.begin} {self._kinds.get(piece.parameter, [])}" for piece in pieces)
         return torch.tensor([sum(zlib.crc32(word.encode()) for word in words)], dtype=torch.float64, device="cpu")
+
+    @property
+    def growths(self) -> Growth:
+        """As how many times as large each cell's tensors in the message count: see Meeting."""
+        if all(one.more_steps == 1 and set(one.growths.values()) <= {1.0} for one in self._known.values()):
+            return 1.0
+        found = {}
+        for cell in self._cells:
+            pieces = [self._known[piece.parameter] for piece in self._pieces(cell)]
+            each = [self._known[cell.pieces[place].parameter].growths[kind] for kind, place in self._places(cell)]
+            found[cell.name] = [*each, max(piece.more_steps for piece in pieces)]
+        return found
 
     def message(self, device: torch.device) -> Message:
         """Them as they are; noughts where none are kept yet."""
@@ -287,14 +311,15 @@ class Due:
         self._fragment.keeper.gather(self._local(kind), out)
         return out
 
+    def _places(self, cell: Cell) -> list[tuple[str, int]]:
+        """The kinds and pieces of a cell, in the order in which they travel."""
+        kinds = [self._kinds.get(piece.parameter, ()) for piece in cell.pieces]
+        return [(kind, place) for kind in self._due for place, kept in enumerate(kinds) if kind in kept]
+
     def _views(self, cell: Cell, flats: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
         """The pieces of a cell of each kind, in flat tensors of the whole fragment."""
-        return {
-            (kind, place): view
-            for kind, flat in flats.items()
-            for place, view in enumerate(self._fragment.message(flat).cells[cell.name])
-            if kind in self._kinds.get(cell.pieces[place].parameter, ())
-        }
+        pieces = {kind: self._fragment.message(flat).cells[cell.name] for kind, flat in flats.items()}
+        return {(kind, place): pieces[kind][place] for kind, place in self._places(cell)}
 
     def _steps(self, cell: Cell, device: torch.device) -> list[Tensor]:
         pieces = self._pieces(cell)
