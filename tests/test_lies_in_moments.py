@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from folder_seats import seats
 from problem import inner_steps, small_model
 from test_companions import EVERY, adamw, averaged, kept_by
 from torch import Tensor
 
+from farflung import methods
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
-from farflung.outer import AveragedMoments
-from farflung.outer.averaging import Averaging
+from farflung.outer import AveragedMoments, Round, elastic
+from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message
 from farflung.outer.companions import moments
 from farflung.outer.companions.additions import Addition, exchanged
 from farflung.outer.companions.growths import growth_of
+from farflung.outer.parties import average_of_party
 
 BOTH = averaged(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 1))))
 Lie = Callable[[Tensor, Tensor, Tensor], None]
@@ -124,3 +130,28 @@ def test_what_is_averaged_more_rarely_counts_by_own_steps_though_others_have_bee
     assert all(
         max(each) == pytest.approx(growth_of("exp_avg_sq", (0.9, 0.999), 4 * EVERY, 0)) for each in last.values()
     )
+
+
+def test_by_the_clock_a_change_counts_by_its_time_and_not_as_if_a_step_took_a_tenth_of_a_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else all whose steps take long would take messages that are many times as large as they can be."""
+    seen: list[float] = []
+
+    def noted(network: Any, party: Any, message: Any, meeting: Meeting, *rest: Any) -> Any:
+        assert isinstance(meeting.growth, float)
+        seen.append(meeting.growth)
+        return average_of_party(network, party, message, meeting, *rest)
+
+    def work(seat: Any) -> None:
+        model, ended = small_model(), list[Round]()
+        with methods.diloco(every="1s", codec="int8").attach(model, adamw(model), seat, on_round=ended.append) as outer:
+            optimizer = outer.trained.optimizers[0]
+            while len(ended) < 2:
+                time.sleep(0.45)
+                inner_steps(model, optimizer, 0, range(1))
+
+    monkeypatch.setattr(elastic, "average_of_party", noted)
+    with seats(f"memory://{tmp_path.name}/run", tmp_path, 2) as run, ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, run.open))
+    assert len(seen) >= 2 and set(seen) == {1.0}

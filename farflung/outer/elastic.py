@@ -78,6 +78,8 @@ class ElasticLoop(OuterLoop):
         self._has_averaged = False
         self._began: int | None = None
         """The first step that it has counted."""
+        self._since = 0
+        """The step of the state that it has taken."""
         self._belongs = False
         """Whether it has averaged with others, or taken their state."""
         self._said_behind: dict[int, set[int | None]] = {}
@@ -190,7 +192,8 @@ class ElasticLoop(OuterLoop):
 
         changes = self.method.needs_equal_anchors  # else messages have weights or anchors in them
         lineage = self._lineage(sync.index) if changes else ""
-        growth = sync.every_steps / max(1, sync.trained) if changes else 1.0  # a change grows at most as its steps do
+        done = self.step - self._since if self._clock else sync.trained
+        growth = sync.every_steps / max(1, done) if changes else 1.0  # a change grows at most as its steps do
         meeting = Meeting(self.network, group, key, sync.rounds, growth=max(1.0, growth))
         even = self._options["weighting"] == "even"
         weight = 0.0 if offer.fault else 1.0 if even else sync.trained * self._options["step_weight"]
@@ -290,7 +293,7 @@ class ElasticLoop(OuterLoop):
         self._take_shared(state, [self._weights[sync.index] for sync in counts])
         taken = {sync.index for sync in counts}
         self._rounds.pending[:] = [pending for pending in self._rounds.pending if pending.fragment not in taken]
-        self.step = max(self.step, int(state.facts["step"]))
+        self.step = self._since = max(self.step, int(state.facts["step"]))
         if len(counts) == len(self._rounds.syncs):
             self._history = state.facts.get("history", "")
         self._begun = self._belongs = True
