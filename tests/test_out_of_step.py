@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from folder_seats import mean_of, met, seats
 from hypothesis import given
 from hypothesis import strategies as st
+from problem import inner_steps, small_model
 
-from farflung.networks import Party
+from farflung.methods import Method
+from farflung.networks import Network, Party
 from farflung.networks.base import BESIDE
 from farflung.networks.peers.pace import Patience
+from farflung.outer import Average, AveragedMoments, MixedAnchors, Schedule
 
 ALONE = Party((), {}, alone="nobody")
 EVERY_S = 10.0
@@ -94,3 +99,28 @@ def test_in_a_folder_one_that_comes_alone_again_and_again_waits_longer(tmp_path:
         run.look()
         assert [mean.tolist() for mean in mean_of(run.open, "round 4 of 0", 2)] == [[0.5] * 2] * 2
         assert next_wait() == 1
+
+
+def test_what_goes_along_with_rounds_is_waited_for_by_rhythms_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Anchors are sent right after moments, which says nothing of how long others may take to come."""
+    keys: list[str] = []
+    seconds = Patience.seconds
+
+    def noted(self: Patience, key: str) -> float:
+        keys.append(key)
+        return seconds(self, key)
+
+    def work(seat: Network) -> None:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        along = (AveragedMoments((("exp_avg", 1),)), MixedAnchors())
+        with Method(Schedule(2), outer=Average, companions=along).attach(model, optimizer, seat):
+            inner_steps(model, optimizer, 0, range(4))
+
+    monkeypatch.setattr(Patience, "seconds", noted)
+    with seats(f"memory://{tmp_path.name}/run", tmp_path, 2) as run, ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, run.open))
+        rhythms = run.open[0]._patience._met
+    assert len(rhythms) == 3, keys

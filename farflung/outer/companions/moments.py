@@ -163,7 +163,7 @@ class Moments(Along):
         if not (sound := sendable(message.flat)):
             message.flat.zero_()
         kind = self._loop.trained.layout.total(moments.digest)
-        key = self._loop.key(f"moments{BESIDE}round {round} of fragment {sync.index}")
+        key = self._loop.key(f"round {round} of moments{BESIDE}fragment {sync.index}")
         added = Addition(message, group, key, round, sync.index, float(sound), str(int(kind)), moments.growths)
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
         averaged = awaited(self._loop, added, exchange)
