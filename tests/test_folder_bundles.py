@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from folder_seats import mean_of, seats
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +131,17 @@ def test_many_who_wait_for_the_last_one_do_not_look_often(
         assert [one.wait(patience(20)) for one in pending] == [ranks] * 6
         # A note, looks after 0, 0.05, 0.15, 0.35, 0.75, 1.55 and 3.15 s, and removals of it and of a beat.
         assert all(network.traffic.requests - was <= 10 for network, was in zip(early, before, strict=True))
+
+
+def test_a_packet_of_nothing_is_one(tmp_path: Path) -> None:
+    """As of who has no part of a message of fewer values than members; one that means ill could send it, too."""
+    with seats(f"memory://{tmp_path.name}/run", tmp_path, 3) as run:
+        group = tuple(sorted(network.rank for network in run.open))
+        nothing = torch.empty(0, dtype=torch.uint8)
+        told = [network.exchange(nothing, group, "nothing") for network in run.open]
+        sums = [network.all_reduce(torch.ones(1), group, "one") for network in run.open]
+        parts = {own: {rank: nothing for rank in group if rank != own} for own in group}
+        made = [one.scatter_combine_gather(parts[one.rank], group, "parts", lambda _: nothing) for one in run.open]
+        for one in (*told, *made):
+            assert [len(packet) for packet in one.wait(patience(10)).values()] == [0, 0, 0]
+        assert [one.wait(patience(10)).tolist() for one in sums] == [[1.0]] * 3

@@ -252,7 +252,8 @@ class PacketExchanges(RealNetwork):
             transfer.lost[note.rank] = plain(str(error))
 
     def _deliver(self, rank: int, told: memoryview, transfer: Transfer[Any]) -> None:
-        transfer.delivered[rank] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8)  # of which torch makes no buffer
+        transfer.delivered[rank] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else nothing
         self.traffic.packets_received += 1
 
     def _count(self, packets: Packets, transfer: Transfer[Any]) -> None:
