@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from farflung import methods
 from farflung.methods import Method
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import AveragedMoments, Round, elastic
+from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Averaging, Meeting
-from farflung.outer.columns import Message
+from farflung.outer.columns import Message, views_like
 from farflung.outer.companions import moments
 from farflung.outer.companions.additions import Addition, exchanged
 from farflung.outer.companions.growths import growth_of
@@ -155,3 +157,21 @@ def test_by_the_clock_a_change_counts_by_its_time_and_not_as_if_a_step_took_a_te
     with seats(f"memory://{tmp_path.name}/run", tmp_path, 2) as run, ThreadPoolExecutor(2) as pool:
         list(pool.map(work, run.open))
     assert len(seen) >= 2 and set(seen) == {1.0}
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 5])
+def test_nobody_is_blamed_where_gradients_are_small_and_squares_much_smaller(members: int) -> None:
+    """A part that one averages for all has first moments of a cell, or squares, or some of both."""
+    blamed: list[tuple[int, str]] = []
+
+    def work(network: SimulatedNetwork) -> None:
+        rule = Aggregation("mean", lambda rank, why: blamed.append((rank, why)))
+        averaging = Averaging(network.rank, methods.des_loc(), aggregation=rule)
+        for number in range(3):
+            cells = {"cell": [torch.full((64,), 1e-4), torch.full((64,), 1e-8), torch.full((1,), 1e-6)]}
+            flat = torch.cat(cells["cell"])
+            meeting = Meeting(network, network.members(), f"round {number}", number)
+            averaging.start(Message(flat, ["cell"], partial(views_like, cells)), meeting)[0].wait(60)
+
+    Simulation(members).run(work)
+    assert not blamed

@@ -301,17 +301,17 @@ class Averaging:
         cells = dict(zip(group, cut(message.cells, len(group)), strict=True))
         parts = {rank: _tensors(part) for rank, part in cells.items()}
         likely = self._likely_parts(message, meeting, parts)
-        senders = {
-            rank: self._bundle(cells[rank], f"part {number} of {len(group)}") for number, rank in enumerate(group)
-        }
+        uses = {rank: f"part {number} of {len(group)}" for number, rank in enumerate(group)}
+        senders = {rank: self._bundle(cells[rank], use) for rank, use in uses.items()}
+        names = {rank: [*cells[rank], use] for rank, use in uses.items()}  # parts of the same cells differ in size
         packets = {rank: senders[rank].encode(parts[rank]) for rank in group if rank != own}
         unreadable: dict[int, str] = {}
         given_up = Event()
 
         def combine(received: dict[int, Packet]) -> Packet:
             messages = {rank: partial(senders[own].decode, p, parts[own]) for rank, p in received.items()}
-            self._expect(list(cells[own]), likely[own], meeting)
-            mean, bad = self._mean(messages, list(cells[own]), parts[own], parts[own], meeting)
+            self._expect(names[own], likely[own], meeting)
+            mean, bad = self._mean(messages, names[own], parts[own], parts[own], meeting)
             unreadable.update(bad)
             codec = self._bundle(cells[own], f"mean of {len(group)}")
             # Others may still want it, but what is remembered must not depend on when that was.
@@ -320,9 +320,9 @@ class Averaging:
         def finish(arriving: Iterable[Mapping[int, Packet]]) -> dict[int, str]:
             for rank, packet in next(iter(arriving)).items():
                 part, message = parts[rank], partial(senders[rank].decode, packet, parts[rank])
-                self._expect(list(cells[rank]), likely[rank], meeting)
+                self._expect(names[rank], likely[rank], meeting)
                 try:
-                    _copy(self._checked(rank, message, list(cells[rank])), part)
+                    _copy(self._checked(rank, message, names[rank]), part)
                 except PacketError as error:
                     unreadable[rank] = str(error)
             return unreadable
