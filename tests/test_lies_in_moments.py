@@ -27,6 +27,7 @@ from farflung.outer.columns import Message, views_like
 from farflung.outer.companions import moments
 from farflung.outer.companions.additions import Addition, exchanged
 from farflung.outer.companions.growths import growth_of
+from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.parties import average_of_party
 
 BOTH = averaged(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 1))))
@@ -175,3 +176,19 @@ def test_nobody_is_blamed_where_gradients_are_small_and_squares_much_smaller(mem
 
     Simulation(members).run(work)
     assert not blamed
+
+
+def test_one_whose_own_message_is_refused_goes_to_no_meeting_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows that they refuse it, too; asking for a group without itself ended its training."""
+    asked: list[Addition] = []
+    monkeypatch.setattr(moments, "exchanged", lambda loop, added, averaging: asked.append(added))
+
+    def work(network: SimulatedNetwork) -> None:
+        model = small_model()
+        with BOTH.attach(model, adamw(model), network) as outer:
+            sync, weights = outer._rounds.syncs[0], outer._weights[0]  # type: ignore[attr-defined]
+            refused = Result(weights.anchor, (0, 1, 2), Outcome.PEER_LOST, missing=(network.rank,))
+            outer._along.after(sync, weights, 1, refused)  # type: ignore[attr-defined]
+
+    Simulation(3).run(work)
+    assert not asked

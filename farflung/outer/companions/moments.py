@@ -150,7 +150,7 @@ class Moments(Along):
         # Where replicas come and go, who was missed may come to this, and others wait for it.
         missing = () if self._loop.network.elastic else result.missing
         group = tuple(rank for rank in result.group if rank not in missing)
-        if not due or len(group) < 2:
+        if not due or len(group) < 2 or self._loop.network.rank not in group:  # whose own message nobody takes
             return
         self._note(weights)  # one that goes on from a state has not seen the round start
         if not (self._kinds or self._told):
