@@ -242,3 +242,6 @@ def test_one_that_stays_alone_hears_why(host: Run) -> None:
         heard("round 5", (11, {**first, "shuns": [LIAR], "patience": 6.0}), (LIAR, {**unloved, "patience": 1.0}))[1]
         == "shunned"
     )
+    own = host.peers[0].rank
+    waits_for_another = {"wants": [13, own], "patience": 4.0}
+    assert heard("round 6", (13, waits_for_another), (11, {**first, "patience": 1.0}))[1] == "left over"

@@ -158,8 +158,12 @@ def leave_alone(guest: Guest, rendezvous: Rendezvous) -> None:
     """Tells one that nobody is left for it, and why."""
     others = [other for other in rendezvous.waiting.values() if other is not guest]
     alone = Party.alone
-    if others:
-        alone = "shuns" if any(other.rank in guest.shuns for other in others) else "shunned"
+    if any(other.rank in guest.shuns for other in others):
+        alone = "shuns"
+    elif any(guest.rank in other.shuns for other in others):
+        alone = "shunned"
+    elif others:  # who wait for partners of their own
+        alone = "left over"
     elif len(rendezvous.gone) > 1:  # who stayed alone has gone, too
         alone = "late" if guest.came > rendezvous.met else "left over"
     _group([guest], rendezvous, alone=alone)
