@@ -26,7 +26,7 @@ from farflung.outer.averaging import Averaging, Meeting
 from farflung.outer.columns import Message, views_like
 from farflung.outer.companions import moments
 from farflung.outer.companions.additions import Addition, exchanged
-from farflung.outer.companions.growths import growth_of
+from farflung.outer.companions.growths import decay_of, growth_of
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.parties import average_of_party
 
@@ -113,12 +113,13 @@ def growths(method: Method, steps: int, lie: Lie = lambda *_: None) -> list[dict
 
 def test_moments_are_judged_by_what_they_forget_and_not_by_how_long_a_run_is() -> None:
     """A replica that has just come believes of those that forget within ten steps ten times its own, and no more."""
-    betas = (0.9, 0.999)
-    assert growth_of("exp_avg", betas, 1.0, 1e6) == pytest.approx(10)
-    assert growth_of("exp_avg_sq", betas, 1.0, 1e6) == pytest.approx(1000)
-    assert growth_of("exp_avg_sq", betas, 1e5, 1e6) == pytest.approx(1)
-    assert growth_of("sum", betas, 10.0, 1e3) == 100 == growth_of("exp_avg_sq", None, 10.0, 1e3)
-    assert growth_of("momentum_buffer", None, 0.0, 1e3) == 1
+    first, square = (decay_of(kind, {"betas": (0.9, 0.999)}) for kind in ("exp_avg", "exp_avg_sq"))
+    assert growth_of(first, 1.0, 1e6) == pytest.approx(10)
+    assert growth_of(square, 1.0, 1e6) == pytest.approx(1000)
+    assert growth_of(square, 1e5, 1e6) == pytest.approx(1)
+    assert growth_of(decay_of("sum", {}), 10.0, 1e3) == 100
+    assert growth_of(decay_of("momentum_buffer", {"momentum": 0.99}), 0.0, 1e3) == pytest.approx(100)
+    assert growth_of(decay_of("slow_momentum", {"slow_momentum": 0.99}), 10.0, 1e6) < 11
 
 
 def test_who_has_averaged_moments_judges_others_by_its_own_whatever_they_say_of_steps() -> None:
@@ -130,9 +131,7 @@ def test_who_has_averaged_moments_judges_others_by_its_own_whatever_they_say_of_
 def test_what_is_averaged_more_rarely_counts_by_own_steps_though_others_have_been_taken() -> None:
     method = averaged(AveragedMoments((("exp_avg", 1), ("exp_avg_sq", 4))))
     *_, last = growths(method, 4 * EVERY, LIES["endless steps"])
-    assert all(
-        max(each) == pytest.approx(growth_of("exp_avg_sq", (0.9, 0.999), 4 * EVERY, 0)) for each in last.values()
-    )
+    assert all(max(each) == pytest.approx(growth_of(0.999, 4 * EVERY, 0)) for each in last.values())
 
 
 def test_by_the_clock_a_change_counts_by_its_time_and_not_as_if_a_step_took_a_tenth_of_a_second(

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FORGETTING = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}
+BETAS = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}
 """Which of an optimizer's betas a moment forgets by."""
 
+OWN_SETTING = {"momentum_buffer": "momentum", "slow_momentum": "slow_momentum"}
+"""The setting by which another one does."""
 
-def growth_of(kind: str, betas: Sequence[Any] | None, own: float, run: float) -> float:
-    """How many times as large a moment may be after all of a run's steps as after so many.
+
+def decay_of(kind: str, group: Mapping[str, Any]) -> float | None:
+    """What a moment keeps of itself in a step, by what an optimizer's group of parameters says; None if unknown."""
+    if kind in BETAS and "betas" in group:
+        return float(group["betas"][BETAS[kind]])
+    setting = OWN_SETTING.get(kind, "")
+    return float(group[setting]) if setting in group else None
+
+
+def growth_of(decay: float | None, own: float, run: float) -> float:
+    """How many times as large a moment may be after all of a run's steps as after so many, or one where none are known.
 
     One that forgets is soon as large as it will be: however long a run is, nobody's are many times as large as that.
     """
-    if not own:
-        return 1.0
-    if betas is None or kind not in FORGETTING:
-        return max(1.0, run / own)
-    kept: float = float(betas[FORGETTING[kind]]) ** own
-    return 1 / max(1e-6, 1 - kept)
+    if decay is not None:
+        return 1 / max(1e-6, 1 - math.pow(decay, max(1.0, own)))
+    return max(1.0, run / own) if own else 1.0
 
 
 @dataclass

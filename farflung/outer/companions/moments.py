@@ -24,7 +24,7 @@ from farflung.outer.averaging import Averaging, Growth
 from farflung.outer.columns import Message, views_like
 from farflung.outer.companions.additions import Addition, awaited, exchanged
 from farflung.outer.companions.base import Added, Along
-from farflung.outer.companions.growths import OwnPart, growth_of
+from farflung.outer.companions.growths import OwnPart, decay_of, growth_of
 from farflung.outer.fragments import sendable
 from farflung.outer.outcomes import Outcome
 from farflung.outer.topologies import Everyone
@@ -126,7 +126,7 @@ class Moments(Along):
         self._averagings = [Averaging(rank, plain, exact=True, aggregation=rule()) for _ in loop.anchors]
         self._kinds: dict[str, tuple[str, ...]] = {}
         """What is kept of each parameter, by its name; also of those that have had no gradient yet."""
-        self._betas: dict[str, Sequence[Any] | None] = {}
+        self._decays: dict[str, dict[str, float | None]] = {}
         self._own = [OwnPart() for _ in loop.anchors]
         self._told = False
 
@@ -141,8 +141,10 @@ class Moments(Along):
                 states = [optimizer.state[one] for one in group["params"] if one in optimizer.state]
                 kinds = tuple(kind for kind in self._rhythms if any(kind in state for state in states))
                 if kinds:
-                    self._kinds |= {names[one]: kinds for one in group["params"] if one in names}
-                    self._betas |= {names[one]: group.get("betas") for one in group["params"] if one in names}
+                    decays = {kind: decay_of(kind, group) for kind in kinds}
+                    here = [names[one] for one in group["params"] if one in names]
+                    self._kinds |= dict.fromkeys(here, kinds)
+                    self._decays |= dict.fromkeys(here, decays)
 
     def after(self, sync: Sync[Tensor], weights: Weights, round: int, result: Result) -> None:
         """Averages what is due after this round."""
@@ -182,8 +184,8 @@ class Moments(Along):
         own = part.steps(_counted(states))
         known = {}
         for name in (name for name in weights.fragment.named if name in self._kinds):
-            kinds = self._kinds[name]
-            growths = {k: 1.0 if k in part.averaged else growth_of(k, self._betas[name], own, run) for k in kinds}
+            kinds, decays = self._kinds[name], self._decays[name]
+            growths = {kind: 1.0 if kind in part.averaged else growth_of(decays[kind], own, run) for kind in kinds}
             more = 1.0 if part.averaged or not own else max(1.0, (run or MOST_STEPS) / own)
             known[name] = Known(kinds, float(states.get(name, {}).get("step", 0.0)), growths, more)
         return dict(ChainMap(*self._loop.trained.layout.told(known)))
