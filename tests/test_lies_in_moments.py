@@ -89,6 +89,21 @@ def test_no_lie_spoils_others_weights_or_steps(kind: str) -> None:
                 assert torch.isfinite(times).all() and (times > 0.3).all(), name
 
 
+def test_the_same_lie_of_steps_round_after_round_takes_no_more_of_them() -> None:
+    """Else all would go by ever smaller steps: those of a run that has just begun."""
+
+    def work(network: SimulatedNetwork) -> dict[str, Tensor]:
+        model = small_model()
+        optimizer = adamw(model)
+        with BOTH.attach(model, optimizer, network):
+            inner_steps(model, optimizer, network.rank, range(10 * EVERY))
+        return kept_by(optimizer)
+
+    with lying(2, LIES["no steps"]):
+        honest, _, _ = Simulation(3).run(work)
+    assert all(value >= 10 * EVERY / 3 for name, value in honest.items() if name.startswith("step"))
+
+
 def growths(method: Method, steps: int, lie: Lie = lambda *_: None) -> list[dict[str, set[float]]]:
     """As how many times as large the first of three counts what it sends of each cell, in each round with moments."""
     seen: list[dict[str, set[float]]] = []

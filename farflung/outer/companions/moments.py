@@ -170,9 +170,9 @@ class Moments(Along):
         exchange = exchanged(self._loop, added, self._averagings[sync.index])
         averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
-            counted = _counted(states)
-            moments.take(message.like(averaged.mean), len(averaged.group))
-            self._own[sync.index].takes(due, counted, _counted(states))
+            counted, part = _counted(states), self._own[sync.index]
+            moments.take(message.like(averaged.mean), len(averaged.group), part.lent)
+            part.takes(due, counted, _counted(states))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
         else:
@@ -270,11 +270,12 @@ class Due:
         none = torch.empty(0, dtype=self._fragment.dtype, device=device)
         return Message(torch.cat([none, *tensors]), list(cells), partial(views_like, cells))
 
-    def take(self, mean: Message, members: int) -> None:
+    def take(self, mean: Message, members: int, lent: float) -> None:
         """Replaces them, where any are kept, and the numbers of steps that they are divided by.
 
         Steps and squares are never negative, so that their mean is at least what is this replica's own of it. One who
-        says otherwise would have others take roots of less than nothing, or divide by next to nothing.
+        says otherwise would have others take roots of less than nothing, or divide by next to nothing. Of its steps,
+        so many are `lent`: what is its own grows, or round after round the same lie would leave ever less of it.
         """
         device = mean.flat.device
         flats = {kind: self._gathered(kind, device) for kind in self._due}
@@ -286,7 +287,7 @@ class Due:
                 own.copy_(torch.maximum(value, least))
             for piece, number in zip(self._pieces(cell), steps.tolist(), strict=True):
                 if isinstance(step := self._states.get(piece.parameter, {}).get("step"), Tensor):
-                    least_steps = max(1.0, self._known[piece.parameter].step / members)
+                    least_steps = max(1.0, (self._known[piece.parameter].step - lent) / members)
                     step.fill_(min(max(least_steps, number / STEP), MOST_STEPS))
         for kind, flat in flats.items():
             self._fragment.keeper.scatter(flat, self._local(kind))
