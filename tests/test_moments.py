@@ -69,6 +69,31 @@ def test_what_only_others_have_gradients_of_waits_for_a_second_moment() -> None:
     assert max(Simulation(2).run(work)) < 1e-2 * STEPS * 2
 
 
+def test_one_whose_moments_are_not_finite_takes_those_of_the_others_whole() -> None:
+    """Also its squares, though these are finite, and larger than theirs."""
+
+    def work(network: SimulatedNetwork) -> list[Tensor]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def spoils(*_: object) -> None:
+            for state in optimizer.state.values():
+                if network.rank and int(state["step"]) == EVERY:
+                    state["exp_avg"].fill_(torch.inf)
+                    state["exp_avg_sq"].fill_(1e20)
+
+        optimizer.register_step_post_hook(spoils)
+        method = replace(
+            methods.des_loc(every=EVERY), companions=(AveragedMoments(tuple((kind, 1) for kind in RHYTHMS)),)
+        )
+        with method.attach(model, optimizer, network):
+            inner_steps(model, optimizer, 0, range(EVERY))
+        return [state[kind] for state in optimizer.state.values() for kind in RHYTHMS]
+
+    one, other = Simulation(2).run(work)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) and max(map(torch.max, one)) < 1e3
+
+
 def test_after_a_death_nobody_waits_for_the_moments_of_one_that_knew_of_it_before_the_round() -> None:
     """Replica 2 waits in round 3 when 1 dies, and loses it; 0 comes to it later, and does not count on 1."""
 

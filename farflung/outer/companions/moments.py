@@ -171,7 +171,7 @@ class Moments(Along):
         averaged = awaited(self._loop, added, exchange)
         if averaged.outcome == Outcome.AVERAGED:
             counted, part = _counted(states), self._own[sync.index]
-            moments.take(message.like(averaged.mean), len(averaged.group), part.lent)
+            moments.take(message.like(averaged.mean), len(averaged.group) if sound else math.inf, part.lent)
             part.takes(due, counted, _counted(states))
         elif averaged.outcome == Outcome.PEER_LOST:
             result.note(Outcome.PEER_LOST, averaged.reason)
@@ -270,12 +270,13 @@ class Due:
         none = torch.empty(0, dtype=self._fragment.dtype, device=device)
         return Message(torch.cat([none, *tensors]), list(cells), partial(views_like, cells))
 
-    def take(self, mean: Message, members: int, lent: float) -> None:
+    def take(self, mean: Message, members: float, lent: float) -> None:
         """Replaces them, where any are kept, and the numbers of steps that they are divided by.
 
         Steps and squares are never negative, so that their mean is at least what is this replica's own of it. One who
         says otherwise would have others take roots of less than nothing, or divide by next to nothing. Of its steps,
-        so many are `lent`: what is its own grows, or round after round the same lie would leave ever less of it.
+        so many are `lent`: what is its own grows, or round after round the same lie would leave ever less of it. Of a
+        mean among infinitely many, nothing is its own.
         """
         device = mean.flat.device
         flats = {kind: self._gathered(kind, device) for kind in self._due}
