@@ -249,6 +249,11 @@ def name_of(network: Network, rank: int) -> str:
     return str(address(rank)) if address else f"replica {rank}"
 
 
+def seats_of(network: Network) -> Group:
+    """All replicas of a run, also those that are away; simulated networks have `seats`, on others members only are."""
+    return getattr(network, "seats", None) or network.members()
+
+
 def that_deals(network: Network, whose: str) -> DealingNetwork:
     """The network, where it can do what something of that name needs. Raises UserError."""
     if not hasattr(network, "all_to_all"):

@@ -15,6 +15,7 @@ from farflung.errors import UserError
 from farflung.hooks.buffers import average, real_view
 from farflung.hooks.shards import own_of, reshard
 from farflung.networks import Agree, Group, PeerLostError, among_replicas_left
+from farflung.networks.base import seats_of
 from farflung.networks.torchrun import log
 from farflung.networks.transfer import GONE
 from farflung.outer.outcomes import Outcome, Result
@@ -49,7 +50,7 @@ class Averages:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._count = 0
-        self._everyone = session.network.members()
+        self._everyone = seats_of(session.network)
         self._told_lost: Group = ()
         self.shared_by = self._everyone
         """Whose weights were averaged last."""

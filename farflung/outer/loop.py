@@ -23,6 +23,7 @@ from farflung.hooks.loads import LATE_LOAD
 from farflung.hooks.scaling import unscaled_steps
 from farflung.hooks.steps import hook_steps
 from farflung.networks import Finished, Group, PeerLostError
+from farflung.networks.base import seats_of
 from farflung.networks.torchrun import log
 from farflung.outer.adaptation import effective_ranks
 from farflung.outer.averaging import Averaging, Meeting
@@ -83,7 +84,7 @@ class OuterLoop(Session):
         self._rounds = Rounds[Tensor, Exchange](self.holders.schedules(schedule, len(fragments)), self._weights)
         parts = zip(self._rounds.syncs, self._averagings, strict=True)
         self._paces = [Pace(sync, averaging, method.adapt) for sync, averaging in parts]
-        self._everyone = network.members()
+        self._everyone = seats_of(network)
         self.side = SideStream()
         self._clock = Clock(setup.options["clock"] or network.now) if schedule.by_clock else None
         self._held = False  # whether a round has started in this step

@@ -18,7 +18,7 @@ from farflung.errors import UserError
 from farflung.hooks.digests import digest
 from farflung.hooks.start import Fact
 from farflung.networks import Group, PeerLostError
-from farflung.networks.base import packet_of, that_deals, words_of
+from farflung.networks.base import packet_of, seats_of, that_deals, words_of
 from farflung.outer import Outcome, OuterLoop
 from farflung.outer.exchange import Exchange
 from farflung.outer.outcomes import Result
@@ -46,11 +46,11 @@ class SubnetLoop(OuterLoop):
             raise UserError("units are dealt among replicas of one process each; leave out stages and shards")
         if schedule.delay or schedule.fragments > 1:
             raise UserError(f"units change hands when a round ends, and yet {schedule} overlaps rounds; leave that out")
-        members = network.members()
+        everyone = seats_of(network)
         self._dealing, self._deals = dealing, that_deals(network, "this method")
-        self._pools = dealing.pools(setup.model, len(members))
+        self._pools = dealing.pools(setup.model, len(everyone))
         _refuse_frozen(self._pools, setup.model)
-        self._holdings = first_holdings([pool.units for pool in self._pools], members, dealing.seed)
+        self._holdings = first_holdings([pool.units for pool in self._pools], everyone, dealing.seed)
         self._groups: list[Group] = []
         super().__init__(setup)
         device = torch.device(given) if (given := setup.options["outer_device"]) else None

@@ -106,6 +106,10 @@ class SimulatedCluster:
         """The living replicas that one can reach, itself included. Those whose work is done count as living."""
         return self._members[self._side.get(rank, ())] if rank in self._replicas else (rank,)
 
+    def seats(self, rank: int) -> Group:
+        """All replicas that have ever been there; an observer sees itself."""
+        return self._everyone if rank in self._replicas else (rank,)
+
     @property
     def living(self) -> Group:
         """All replicas that have not died."""

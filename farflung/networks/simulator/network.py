@@ -229,10 +229,14 @@ class SimulatedNetwork:
         return reached if self._within is None else tuple(rank for rank in reached if rank in self._within)
 
     @property
+    def seats(self) -> Group:
+        """All replicas of the run, those that have died or are cut off among them."""
+        return self._cluster.seats(self.rank) if self._within is None else self._within
+
+    @property
     def cut_off(self) -> Group:
         """The living whom it cannot reach now: an exchange with them is lost at once, for them too when they come."""
-        reached = {*self._cluster.members(self.rank)}
-        return tuple(rank for rank in self._cluster.living if rank not in reached)
+        return tuple(sorted({*self._cluster.living}.difference(self._cluster.members(self.rank))))
 
     def among(self, group: Group) -> SimulatedNetwork:
         """The same seat, where only those of a group are members."""
