@@ -26,7 +26,7 @@ from farflung.outer.outcomes import Outcome, Round
 from farflung.outer.pending import Together
 from farflung.outer.session import Session
 from farflung.outer.sparse import rows_of, sparse_names
-from farflung.outer.states import copied
+from farflung.outer.states import copied, of_cell
 from farflung.outer.topologies import group_of
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class MeanGradient:
     def cells(self) -> dict[str, dict[str, Any]]:
         """What codecs remember of each cell, by its name."""
         codecs = self._averaging.state_dict()
-        return {c.name: {"codecs": codecs.get(c.name, {}), "values": c.numel} for c in self.fragment.cells}
+        return {c.name: of_cell({"codecs": codecs.get(c.name, {})}, c) for c in self.fragment.cells}
 
     def load_state_dict(self, state: dict[str, Any], cells: Mapping[str, dict[str, Any]]) -> None:
         """Goes on from a `state_dict` and `cells`, which may be more than this process keeps."""

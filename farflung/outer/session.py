@@ -35,7 +35,7 @@ from farflung.outer.options import check_elastic
 from farflung.outer.outcomes import Round
 from farflung.outer.reports import Reports
 from farflung.outer.setup import Setup
-from farflung.outer.states import refusing_others
+from farflung.outer.states import check_cell, refusing_others
 
 if TYPE_CHECKING:
     from farflung.memory.updates import FarUpdates
@@ -240,8 +240,7 @@ class Session:
         if unlike := choices_apart(state.get("choices", {}), self.choices()):  # migrated ones tell of none
             raise UserError(f"this state was saved with another {unlike}; attach that")
         for cell in self._cells_here():
-            if state["cells"].get(cell.name, {}).get("values") != cell.numel:
-                raise UserError(f"this state belongs to another model: it has no {cell.name} of {cell.numel} values")
+            check_cell(state["cells"].get(cell.name, {}), cell)
 
     def _cells_here(self) -> list[Cell]:
         """The cells that this process keeps."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farflung.cells import Cell
 from farflung.errors import UserError
 from farflung.networks import Finished
 from farflung.outer.exchange import Exchange
@@ -16,6 +17,9 @@ from farflung.outer.fragments import Weights
 from farflung.outer.outcomes import Outcome, Result
 from farflung.outer.pace import Pace
 from farflung.outer.round import Offer, PendingRound
+
+HOLDS = "holds"
+"""What a cell's state was, when it was told, is noted as."""
 
 
 @contextmanager
@@ -30,6 +34,33 @@ def refusing_others() -> Iterator[None]:
         raise UserError(
             f"this state belongs to another method or model ({type(error).__name__}: {reason}); attach that one"
         ) from error
+
+
+def of_cell(kept: dict[str, Any], cell: Cell) -> dict[str, Any]:
+    """What is told of a cell, with its size, and with what there is of it, so that it is seen where some is lost."""
+    told = kept | {"values": cell.numel}
+    return told | {HOLDS: sorted(_outline(told))}
+
+
+def check_cell(kept: Mapping[str, Any], cell: Cell) -> None:
+    """Refuses what is not of a cell, or not all that was told of it. Raises UserError."""
+    if kept.get("values") != cell.numel:
+        raise UserError(f"this state belongs to another model: it has no {cell.name} of {cell.numel} values")
+    if lacks := sorted({*kept.get(HOLDS, ())} - {*_outline(kept)}):  # earlier releases do not tell
+        raise UserError(
+            f"this state lacks what was saved of {cell.name}: {', '.join(lacks)}; load all that state_dict() gave, as "
+            "torch.save and torch.load keep it: torch.distributed.checkpoint reads only what a new session has by then"
+        )
+
+
+def _outline(told: Any, name: str = "") -> list[str]:
+    """The names of the tensors in nested tables and lists."""
+    if isinstance(told, Tensor):
+        return [name]
+    if not isinstance(told, Mapping | list | tuple):
+        return []
+    each = told.items() if isinstance(told, Mapping) else enumerate(told)
+    return [found for key, one in each for found in _outline(one, f"{name}.{key}" if name else str(key))]
 
 
 def copied(state: Any, device: torch.device) -> Any:
@@ -82,7 +113,7 @@ def cells_kept(
     for place, tensors in pending.items():
         kept |= {_of_pending(place, name): tensor for name, tensor in tensors.items()}
     for cell, values in zip(weights.fragment.cells, weights.fragment.apart(kept).values(), strict=True):
-        yield cell.name, values | {"codecs": codecs.get(cell.name, {}), "values": cell.numel}
+        yield cell.name, of_cell(values | {"codecs": codecs.get(cell.name, {})}, cell)
 
 
 def take_cells(

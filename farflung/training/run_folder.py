@@ -34,8 +34,8 @@ SAMPLED_WEIGHTS = 1024
 """Weights that an evaluation writes down, by which reports estimate the consensus distance of the replicas."""
 
 SHARDED = (
-    "a run folder keeps replicas that one process has whole, and this one is several; save it with "
-    "torch.distributed.checkpoint, and outer.state_dict() of each process with it"
+    "a run folder keeps replicas that one process has whole, and this one is several; save model and optimizer with "
+    "torch.distributed.checkpoint, and outer.state_dict() of each process with torch.save, in a file of its own"
 )
 
 
