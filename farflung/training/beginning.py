@@ -15,7 +15,7 @@ from pathlib import Path
 
 from farflung import formats
 from farflung.errors import UserError, disk_errors
-from farflung.files import event_files, write_text
+from farflung.files import event_files, lock_holders, write_text
 from farflung.formats import RUN_FOLDER
 from farflung.pipeline import Mesh, MeshCoordinates
 from farflung.settings import Settings, names_that_may_differ, read_settings, settings_toml
@@ -199,7 +199,7 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         trained = any(folder.rglob("*.pt")) or events.tell_of_training(event_files(folder))
-        if not (begun or trained or isinstance(error, (StoppedError, *RUN_ERRORS))):
+        if not (begun or trained or _others_train(folder) or isinstance(error, (StoppedError, *RUN_ERRORS))):
             told = {folder / name for name in ("peer.key", "run.ticket")}
             for path in set(folder.glob("*")) - before - (told if all(path.exists() for path in told) else set()):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
@@ -207,6 +207,13 @@ def left_as_it_was(folder: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # another process of the run is not done yet
                     folder.rmdir()
         raise
+
+
+def _others_train(folder: Path) -> bool:
+    """Whether processes that this one has not started hold a run in a folder: of two that began one, the other came."""
+    holders = lock_holders() or {}
+    held = (holders.get(path.stat().st_ino) for path in event_files(folder))
+    return any(process is not None and process != os.getpid() for process in held)
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -58,7 +58,11 @@ class EventLog:
             raise holds_a_run(folder)
         with disk_errors(f"write to {folder}", "see to it, and start again"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            before = _state_of(path)
             self._file = locked(path)
+            if _state_of(path) != before:  # where this one goes on from was found out before
+                self._file.close()
+                raise holds_a_run(folder) if keep is None else _trained_until_now(folder)
             if keep is not None:
                 self._file = _begun_again(path, keep)
         self._folder = folder
@@ -160,23 +164,41 @@ def _tell_once(line: str) -> None:
 
 def locked(path: Path) -> FileIO:
     """The file, to append to, for this process alone. Raises UserError."""
-    file, last = FileIO(path, "a"), time.monotonic() + ENDING_SECONDS
+    last = time.monotonic() + ENDING_SECONDS
     while True:
+        file = FileIO(path, "a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            if _is_at(path, file):  # who goes on with a run puts a new file in its place
+                return file
         except OSError as error:
             if time.monotonic() > last:
                 folder, held_by = path.parent.parent, _holder(path)
                 told = f"{folder} is being trained by another process{held_by}; wait for it, or stop it first"
                 raise UserError(told) from error
+        file.close()
         time.sleep(0.05)
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path) -> str:
     """Which process of this machine has a file locked, where the system tells."""
     process = (lock_holders() or {}).get(path.stat().st_ino, 0)
     return f" (number {process} on {socket.gethostname()})" if process > 0 else ""
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Which file is there, and its size; both change while it is written to, and None stays where there is none."""
+    if not path.exists():
+        return None
+    about = path.stat()
+    return (about.st_ino, about.st_size) if about.st_size else None
 
 
 def _begun_again(path: Path, keep: int) -> FileIO:
@@ -192,6 +214,10 @@ def _begun_again(path: Path, keep: int) -> FileIO:
         kept = kept[file.write(kept) :]
     beside.replace(path)
     return file
+
+
+def _trained_until_now(folder: Path) -> UserError:
+    return UserError(f"{folder} was trained by another process until now; start again, to go on from there")
 
 
 def holds_a_run(folder: Path) -> UserError:

@@ -88,7 +88,13 @@ def whole_rounds(folder: Path, step: int, replica: int) -> State:
 
 
 def _all_parts(folder: Path, step: int, replica: int) -> list[Checkpoint]:
-    if not (paths := checkpoint.complete(folder, step, replica)):
+    paths = checkpoint.complete(folder, step, replica)
+    if not paths and not checkpoint.path_of(folder, step, f"replica-{replica}").parent.exists():
+        raise UserError(
+            f"{folder} has no checkpoint of step {step} any more, which another process that trains this run may have "
+            "removed; wait for it, or stop it, and start again"
+        )
+    if not paths:
         raise UserError(
             f"{folder} has only parts of replica {replica} at step {step}, of other stages, shards, another schedule "
             "or gateway; copy the folders of all machines together, or go on as these were saved"
