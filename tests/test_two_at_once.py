@@ -88,6 +88,8 @@ def test_who_is_refused_removes_nothing_of_the_one_that_has_begun(tmp_path: Path
 
 
 def test_a_checkpoint_that_another_process_has_removed_meanwhile_is_told_as_that(tmp_path: Path) -> None:
-    """It was there when this one found out where to go on from."""
-    with pytest.raises(UserError, match="no checkpoint of step 5 any more, which another process"):
+    """It was there when this one found out where to go on from; another replica's may be there still."""
+    (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000005" / "replica-1.pt").touch()
+    with pytest.raises(UserError, match="no checkpoint of step 5 of replica 0 any more, which another process"):
         whole_rounds(tmp_path, 5, 0)

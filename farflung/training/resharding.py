@@ -89,10 +89,11 @@ def whole_rounds(folder: Path, step: int, replica: int) -> State:
 
 def _all_parts(folder: Path, step: int, replica: int) -> list[Checkpoint]:
     paths = checkpoint.complete(folder, step, replica)
-    if not paths and not checkpoint.path_of(folder, step, f"replica-{replica}").parent.exists():
+    there = checkpoint.path_of(folder, step, f"replica-{replica}").parent
+    if not paths and not any([*there.glob(f"replica-{replica}.pt"), *there.glob(f"replica-{replica}-*.pt")]):
         raise UserError(
-            f"{folder} has no checkpoint of step {step} any more, which another process that trains this run may have "
-            "removed; wait for it, or stop it, and start again"
+            f"{folder} has no checkpoint of step {step} of replica {replica} any more, which another process that "
+            "trains this run may have removed; wait for it, or stop it, and start again"
         )
     if not paths:
         raise UserError(
