@@ -131,10 +131,11 @@ def grown(name: str) -> Figures:
     return lambda: [number(row[2]) for row in rows_of("long frontier, larger") if row[0] == name]
 
 
-def in_each_step() -> list[float]:
-    """By how many per cent the rows that have a round in each step are above ddp after 800 steps."""
-    gaps = {name: number(gap) for name, _, gap, rounds, *_ in rows_of("long frontier") if gap and rounds == "800"}
-    return [gaps[name] for name in ("dynamic-threshold", "demo", "sparta")]
+def in_each_step(rounds: str, *names: str) -> Figures:
+    """By how many per cent rows that have a round in each step are above ddp after so many."""
+    return lambda: [
+        number(row[2]) for name in names for row in rows_of("long frontier") if row[0] == name and row[3] == rounds
+    ]
 
 
 def rda() -> list[float]:
@@ -248,7 +249,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (FAILED, r"\[\S+ and (\S+)%\]\(evidence.md#longer-runs\)", longer(PAIRS, "3200")),
     (METHODS, r"(\S+)% below that of ddp with AdamW, and (\S+)% .*? is (\S+)% above the latter, or (\S+)%", gaps),
     (EVIDENCE, r"on every seed, by (\d+) to (\d+)%", with_muon),
-    (EVIDENCE, r"`dynamic-threshold` ends (\S+), `demo` (\S+) and `sparta` (\S+)% above ddp", in_each_step),
+    (
+        EVIDENCE,
+        r"`dynamic-threshold` ends (\S+), `demo` (\S+) and `sparta` (\S+)% above",
+        in_each_step("800", "dynamic-threshold", "demo", "sparta"),
+    ),
+    (EVIDENCE, r"after 3200 the first is (\S+)% above it", in_each_step("3200", "dynamic-threshold")),
     (EVIDENCE, r"of `diloco` (\S+) and (\S+)%, of `des-loc`", grown("diloco")),
     (EVIDENCE, r"of `des-loc` (\S+) and (\S+)%", grown("des-loc")),
     (EVIDENCE, r"of `streaming-diloco` (\S+) and (\S+)%", grown("streaming-diloco")),
