@@ -56,11 +56,16 @@ SIMULATED: dict[str, Any] = {
 """A run of two replicas in this process."""
 
 
-def simulated_run(folder: Path, resume: bool = False, **settings: Any) -> None:
-    """Trains in this process, with SIMULATED where nothing else is given."""
-    config = Settings.of(**SIMULATED | settings, out=str(folder))
+def trained_here(folder: Path, resume: bool = False, **settings: Any) -> None:
+    """Trains simulated replicas in this process."""
+    config = Settings.of(**settings, out=str(folder))
     launch.prepare(config, folder, resume)
     launch.run_simulated(config, folder, resume)
+
+
+def simulated_run(folder: Path, resume: bool = False, **settings: Any) -> None:
+    """Trains in this process, with SIMULATED where nothing else is given."""
+    trained_here(folder, resume, **SIMULATED | settings)
 
 
 def run_together(count: int, *arguments: object, may_die: frozenset[int] = frozenset()) -> None:

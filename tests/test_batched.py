@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import COMMON, ROUTED
+from processes import trained_here
 from transformers import LlamaConfig
 
 from farflung.errors import UserError
@@ -18,7 +19,6 @@ from farflung.networks.simulator.conditions import Death
 from farflung.pipeline.assemble import assemble
 from farflung.report.read import read_run
 from farflung.settings import Settings
-from farflung.training import launch
 
 SMALL: dict[str, Any] = {
     "network": "simulated",
@@ -38,9 +38,7 @@ SMALL: dict[str, Any] = {
 
 def trained(folder: Path, resume: bool = False, **more: Any) -> dict[int, list[float]]:
     """The losses of each replica's steps."""
-    config = Settings.of(**{**SMALL, **more}, out=str(folder))
-    launch.prepare(config, folder, resume)
-    launch.run_simulated(config, folder, resume)
+    trained_here(folder, resume, **SMALL | more)
     run = read_run(folder)
     return {replica: [event.loss for event in run.of(replica, StepEvent)] for replica in run.replicas}
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problem import Trained, flat, inner_steps, small_model, trainer
-from processes import run_replicas, same_weights, saved
+from processes import run_replicas, same_weights, saved, trained_here
 from registered import METHODS, made
 from torch import Tensor
 from torch_replica import BY_CLOCK
@@ -32,7 +32,7 @@ from farflung.planner.timing import Timer
 from farflung.report.live import plain_line
 from farflung.report.read import Run
 from farflung.settings import Settings
-from farflung.training import cautions, launch, limits
+from farflung.training import cautions, limits
 
 AT_ONCE: dict[str, Any] = {"latency_ms": 0.0, "bandwidth_mbps": 1e12}
 """Conditions in which exchanges take next to no time."""
@@ -334,9 +334,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **given: Any) -> dict[str, Any]:
-    config = Settings.of(out=str(folder), **SMALL | given)
-    launch.prepare(config, folder, resume)
-    launch.run_simulated(config, folder, resume)
+    trained_here(folder, resume, **SMALL | given)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 

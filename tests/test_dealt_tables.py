@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import same, saved, train_together
+from processes import same, saved, train_together, trained_here
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from farflung.events import EvaluationEvent, StepEvent
 from farflung.planner.outlook import outlook
 from farflung.report.read import read_run
 from farflung.settings import Settings
-from farflung.training import checkpoint, launch
+from farflung.training import checkpoint
 from farflung.training.dealt_tables import check_tables
 from farflung.training.export import export
 from farflung.training.resharding import whole_weights
@@ -44,9 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **given: Any) -> Path:
-    settings = Settings.of(**SMALL | given, out=str(folder))
-    launch.prepare(settings, folder, resume)
-    launch.run_simulated(settings, folder, resume)
+    trained_here(folder, resume, **SMALL | given)
     return folder
 
 

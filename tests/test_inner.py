@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import same, saved
+from processes import same, saved, trained_here
 from torch import nn
 
 from farflung import inner
@@ -279,9 +279,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **more: Any) -> dict[str, Any]:
-    config = Settings.of(**{**SMALL, **more}, out=str(folder))
-    launch.prepare(config, folder, resume)
-    launch.run_simulated(config, folder, resume)
+    trained_here(folder, resume, **SMALL | more)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 

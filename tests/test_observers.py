@@ -10,7 +10,7 @@ import pytest
 import torch
 from patience import patience, until
 from processes import SMALL as BRIEF
-from processes import farflung, same, saved, train_together
+from processes import farflung, same, saved, train_together, trained_here
 from swarm import SETTINGS, Swarm
 from test_independent import Launched
 from warm import Python
@@ -46,9 +46,7 @@ SIMULATED: dict[str, Any] = {
 
 
 def simulated(folder: Path, resume: bool = False, **given: Any) -> Path:
-    settings = Settings.of(**SIMULATED | given, out=str(folder))
-    launch.prepare(settings, folder, resume)
-    launch.run_simulated(settings, folder, resume)
+    trained_here(folder, resume, **SIMULATED | given)
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import same_weights
+from processes import same_weights, trained_here
 
 from farflung import methods
 from farflung.errors import UserError
@@ -20,8 +20,6 @@ from farflung.networks.simulator.conditions import Death, Link, Site
 from farflung.outer import traffic_per_hop
 from farflung.planner.folder import passage
 from farflung.planner.timing import Timer
-from farflung.settings import Settings
-from farflung.training import launch
 
 STORE = Conditions(bandwidth_mbps=8, latency_ms=0, store_ms=50)
 """A megabyte a second each way, and 0.05 s a request, of which four in an exchange wait for each other."""
@@ -141,9 +139,7 @@ def test_a_run_through_a_simulated_folder_has_the_same_weights_and_takes_as_much
     def trained(name: str, world: str) -> float:
         (tmp_path / f"{name}.toml").write_text(f"bandwidth_mbps = 80\nlatency_ms = 0\nstep_ms = 1000\n{world}")
         folder = tmp_path / name
-        settings = Settings.of(out=str(folder), conditions=str(tmp_path / f"{name}.toml"), **RUN, **given)
-        launch.prepare(settings, folder, False)
-        launch.run_simulated(settings, folder, False)
+        trained_here(folder, conditions=str(tmp_path / f"{name}.toml"), **RUN, **given)
         return float(json.loads((folder / "summary.json").read_text())["seconds"])
 
     straight, stored = trained("straight", ""), trained("stored", "store_ms = 1000")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patience import patience
-from processes import same, same_weights, saved
+from processes import same, same_weights, saved, trained_here
 from warm import Python
 
 from farflung.cli.results import tell_result
@@ -44,9 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(folder: Path, resume: bool = False, **settings: Any) -> dict[str, Any]:
-    config = Settings.of(out=str(folder), **{**SMALL, **settings})
-    launch.prepare(config, folder, resume)
-    launch.run_simulated(config, folder, resume)
+    trained_here(folder, resume, **SMALL | settings)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
