@@ -100,6 +100,14 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
 
         return self.begin(wanted, meet)
 
+    def paced(self, step: int, every: int, rate: float = 0.0) -> int:
+        """See ElasticNetwork: with the first step, a newcomer that comes before the next beat hears of it, too."""
+        trained = self.peers.info["trains"]
+        counted = super().paced(step, every, rate)
+        if not trained:
+            self.peers.beat_soon()
+        return counted
+
     def stand_by(self, step: int) -> None:
         """Says that this peer is about to train on from a step: others then count on it in their first round."""
         self.peers.info.update(trains=True, step=step)

@@ -106,7 +106,7 @@ class Presence:
         self._refused: set[tuple[int, int]] = set()
         self._beat: Written | None = None
         self._told: set[str] = set()
-        self._over = threading.Event()
+        self._over, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="folder", daemon=True)
 
     def start(self) -> None:
@@ -125,6 +125,7 @@ class Presence:
     def close(self, stays: Callable[[Written], bool] = lambda written: False) -> None:
         """Leaves, and takes along what it has written, but what stays; the last one, what others have left behind."""
         self._over.set()
+        self._news.set()
         if self._thread.is_alive():
             self._thread.join(5)
         self.sweeper.close()
@@ -172,6 +173,10 @@ class Presence:
         if last:
             self.notes.leave(last.name)
 
+    def beat_soon(self) -> None:
+        """Has its thread say now what is new, on which others wait."""
+        self._news.set()
+
     def look(self, newer_than: float) -> Listing:
         """What is there, of which members are heard. Raises StoreAwayError."""
         listing = self.notes.look(newer_than)
@@ -218,7 +223,11 @@ class Presence:
     def _go_on(self) -> None:
         """Beats, hears and tidies up, until this peer leaves."""
         since = None
-        while not self._over.wait(BEAT_SECONDS):
+        while True:
+            self._news.wait(BEAT_SECONDS)
+            self._news.clear()
+            if self._over.is_set():
+                return
             try:
                 if self.info["listed"]:
                     self.beat()
