@@ -651,6 +651,9 @@ def test_stages_are_placed_where_links_suit_them(tmp_path: Path) -> None:
         (("", ""), {"every": "ten"}, "every is 'ten'; give whole numbers"),
         (("", ""), {"every": "²"}, "every is '²'; give whole numbers"),
         (("", ""), {"codecs": "int5"}, "int5"),
+        (("", ""), {"methods": "ddp,gpa", "delay": 5}, "delay changes nothing: none of ddp, gpa has it; leave it out"),
+        (("", ""), {"methods": "ddp", "every": "5"}, "every changes nothing: none of ddp has it; leave it out"),
+        (("", ""), {"methods": "local", "codecs": "int8"}, "codecs changes nothing: none of local has it"),
         (("memory_gb = 24", "memory_gb = 0.5"), {}, "cannot be trained on"),
     ],
 )

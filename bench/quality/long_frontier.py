@@ -28,6 +28,13 @@ ROWS: dict[str, Settings] = {
     "diloco": {"method": "diloco", **EVERY},
     "diloco, ef-int2": {"method": "diloco", "codec": "ef-int2", **EVERY},
     "streaming-diloco": {"method": "streaming-diloco", "fragments": 2, "delay": 2, **EVERY},
+    "streaming-diloco, ef-int2": {
+        "method": "streaming-diloco",
+        "fragments": 2,
+        "delay": 2,
+        "codec": "ef-int2",
+        **EVERY,
+    },
     "decoupled-diloco": {"method": "decoupled-diloco", "fragments": 2, "delay": 2, **EVERY},
     "eager-diloco": {"method": "eager-diloco", **EVERY},
     "dilocox": {"method": "dilocox", "codec": "ef-lowrank18-int4", "adapt": False, **EVERY},
@@ -45,7 +52,17 @@ ROWS: dict[str, Settings] = {
     "demo": {"method": "demo", "inner": "sign"},
 }
 """All rows; those that have a round in each step come last, since they take three times as long."""
-BEST = "ddp", "des-loc", "diloco", "streaming-diloco", "diloco, ef-int2", "noloco, modulo4", "nolocox", "local"
+BEST = (
+    "ddp",
+    "des-loc",
+    "diloco",
+    "streaming-diloco",
+    "streaming-diloco, ef-int2",
+    "diloco, ef-int2",
+    "noloco, modulo4",
+    "nolocox",
+    "local",
+)
 """Those on the frontier of the longest runs, and the nearest to it."""
 CLAIMS = (("dilocox", "diloco", 1.0), ("noloco", "diloco", 1.0), ("nolocox", "noloco", 2.0))
 """Which row is said to come within so many per cent of which other one."""

@@ -102,12 +102,14 @@ def choices(options: PlanOptions, model: Architecture, cluster: Cluster) -> Iter
 def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None] | Infeasible]:
     """Each combination of a method's name, steps between rounds, and a codec; or why the two do not go together.
 
-    Raises UserError for a codec that there is not.
+    Raises UserError for a codec that there is not, and for a setting that no method has.
     """
     for codec in options.codec_names:
         if codec:
             codec_named(codec)
-    for name in method_names(options.methods):
+    names = method_names(options.methods)
+    _refuse_unused(options, names)
+    for name in names:
         known = defaults_of(name)
         for codec in options.codec_names if "codec" in known else [None]:
             try:
@@ -117,6 +119,17 @@ def _ways(options: PlanOptions) -> Iterator[tuple[str, int | None, str | None] |
                 continue
             for every in options.everys if "every" in known else [None]:
                 yield name, every, codec
+
+
+def _refuse_unused(options: PlanOptions, names: list[str]) -> None:
+    """Raises UserError for what is asked for, and no method has."""
+    given = {"every": bool(options.every), "delay": options.delay is not None, "codec": bool(options.codecs)}
+    for setting, asked in given.items():
+        if asked and not any(setting in defaults_of(name) for name in names):
+            field = "codecs" if setting == "codec" else setting
+            raise UserError(
+                f"{field} changes nothing: none of {', '.join(names)} has it; leave it out, or add a method that has it"
+            )
 
 
 def layouts(model: Architecture, cluster: Cluster) -> Iterator[Layout]:
