@@ -131,8 +131,8 @@ def grown(name: str) -> Figures:
     return lambda: [number(row[2]) for row in rows_of("long frontier, larger") if row[0] == name]
 
 
-def in_each_step(rounds: str, *names: str) -> Figures:
-    """By how many per cent rows that have a round in each step are above ddp after so many."""
+def after_rounds(rounds: str, *names: str) -> Figures:
+    """By how many per cent rows of the long frontier are above ddp after so many rounds."""
     return lambda: [
         number(row[2]) for name in names for row in rows_of("long frontier") if row[0] == name and row[3] == rounds
     ]
@@ -252,9 +252,16 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (
         EVIDENCE,
         r"`dynamic-threshold` ends (\S+), `demo` (\S+) and `sparta` (\S+)% above",
-        in_each_step("800", "dynamic-threshold", "demo", "sparta"),
+        after_rounds("800", "dynamic-threshold", "demo", "sparta"),
     ),
-    (EVIDENCE, r"after 3200 the first is (\S+)% above it", in_each_step("3200", "dynamic-threshold")),
+    (
+        EVIDENCE,
+        r"above ddp; after 3200, (\S+), (\S+) and (\S+)%",
+        after_rounds("3200", "dynamic-threshold", "demo", "sparta"),
+    ),
+    (EVIDENCE, r"`streaming-diloco` in 2 bits is (\S+)% above ddp", after_rounds("800", "streaming-diloco, ef-int2")),
+    (EVIDENCE, r"DiLoCo in 2 bits (\S+)%, half a per cent", after_rounds("400", "diloco, ef-int2")),
+    (EVIDENCE, r"NoLoCo with `modulo4` (\S+)%, no worse", after_rounds("400", "noloco, modulo4")),
     (EVIDENCE, r"of `diloco` (\S+) and (\S+)%, of `des-loc`", grown("diloco")),
     (EVIDENCE, r"of `des-loc` (\S+) and (\S+)%", grown("des-loc")),
     (EVIDENCE, r"of `streaming-diloco` (\S+) and (\S+)%", grown("streaming-diloco")),

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from statistics import mean
 
 import numpy as np
@@ -59,6 +60,8 @@ OF_DDP = ("Muon's momentum 0.9", "Muon's momentum 0.975", "a late average")
 """Those of them that are put into ddp, too, so that what they do for both can be told from what they do for one."""
 PLAIN: Settings = {"codec": "float32", "every_final": None, "outer_lr": 1.0, "outer_momentum": 0.0}
 """Means of whole weights and no outer optimizer: what is left is what rounds apart cost."""
+BATCHED: dict[str, Settings] = {DDP: WAYS[DDP], "diloco, ef-int2, every 4 to 18": BEST | OUTER | {"every_final": 18}}
+"""Rows of larger batches: ddp and the best way, at a hundredth of the bytes."""
 SEARCHED = (AXES[0], Axis("weight_decay", step=1 / 4))
 
 
@@ -76,6 +79,12 @@ class Options:
     """Steps between plain means in the best way, with nothing tuned again."""
     rhythms_at: int = 3200
     """The length at which."""
+    batches: tuple[int, ...] = (32,)
+    """Sequences of a step in the rows of larger batches, whose learning rates have a search of their own."""
+    batches_at: tuple[int, ...] = (800, 3200)
+    """The lengths at which."""
+    batches_budget: int = 3
+    """Runs that the search of each of these may make."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """One run of each tuned row for each; the search uses the first."""
     budget: int = 5
@@ -91,6 +100,11 @@ class Options:
         """A row's settings before it is tuned."""
         return regime(steps, self.model, self.replicas) | MUON | WAYS[way]
 
+    def batched(self, way: str, steps: int, batch: int) -> Settings:
+        """The same, of a row of larger batches."""
+        larger = {"batch_size": batch, "weight_decay": WITH_MUON["weight_decay"]}
+        return regime(steps, self.model, self.replicas) | MUON | BATCHED[way] | larger
+
 
 SMOKE = Options(
     steps=(2, 4),
@@ -99,6 +113,9 @@ SMOKE = Options(
     parts_at=(2,),
     rhythms=(1,),
     rhythms_at=2,
+    batches=(2,),
+    batches_at=(4,),
+    batches_budget=1,
     seeds=(0,),
     budget=1,
     replicas=2,
@@ -115,6 +132,11 @@ def run(options: Options, store: Store) -> list[Part]:
             found = tune(runs, name, settings, options.budget, options.seeds[0], SEARCHED, WITH_MUON)
         return runs.start_all(found, options.seeds)
 
+    def batch_row(way: str, steps: int, batch: int) -> list[Future[Result]]:
+        name, settings = batched(way, steps, batch), options.batched(way, steps, batch)
+        found = tune(runs, name, settings, options.batches_budget, options.seeds[0], AXES[:1], WITH_MUON)
+        return runs.start_all(found, options.seeds)
+
     with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
         for steps in sorted(options.steps):
             for futures in list(threads.map(row, options.ways, [steps] * len(options.ways))):
@@ -124,6 +146,9 @@ def run(options: Options, store: Store) -> list[Part]:
         started = [runs.start(one, options.seeds[0]) for settings in found for one in settings.values()]
         for settings in with_rhythms(store, options).values():
             started += runs.start_all(settings, options.seeds)
+        each = list(product(BATCHED, options.batches_at, options.batches))
+        for futures in threads.map(batch_row, *zip(*each, strict=True)):
+            started += futures
         for future in started:
             future.result()
     return [part for parts in tables(store, options).values() for part in parts]
@@ -145,6 +170,11 @@ def with_rhythms(store: Store, options: Options) -> dict[int, Settings]:
     """The best way as tuned, with plain means every so many steps."""
     best = store.chosen.get(name_of(list(WAYS)[1], options.rhythms_at), {})
     return {every: best | PLAIN | {"every": every} for every in options.rhythms} if best else {}
+
+
+def batched(way: str, steps: int, batch: int) -> str:
+    """What the store calls a row of larger batches."""
+    return f"{way}, {steps} steps, batch {batch}"
 
 
 def tuned(store: Store, way: str, steps: int) -> dict[int, Result]:
@@ -187,6 +217,7 @@ def tables(store: Store, options: Options) -> dict[str, list[Part]]:
         "length laws": [Table(dict.fromkeys(("", "gap, %", "steps to 1 %"), ""), [one for one in laws if one])],
         "length parts": [by_part(store, options)],
         "length rhythms": [by_rhythm(store, options)],
+        "length batches": [by_batch(store, options)],
     }
 
 
@@ -230,6 +261,22 @@ def by_rhythm(store: Store, options: Options) -> Table:
             gap = f"{around(changes(results, ddp), 2, '+')} %"
             lines.append((str(every), around(row.losses, 4), gap, row.times_fewer))
     return Table(dict.fromkeys(("steps between means", "loss", "to ddp", "fewer bytes"), ""), lines)
+
+
+def by_batch(store: Store, options: Options) -> Table:
+    """Losses with larger batches beside ddp's with the same."""
+    lines = []
+    for steps, batch in product(options.batches_at, options.batches):
+        chosen = {way: store.chosen.get(batched(way, steps, batch), {}) for way in BATCHED}
+        found = {way: finite(store.results(settings)) for way, settings in chosen.items()}
+        for way, results in found.items():
+            if results and found[DDP]:
+                row = Row(way, chosen[way], results)
+                gap = "" if way == DDP else f"{around(changes(results, found[DDP]), 2, '+')} %"
+                rate = in_words({"lr": row.settings["lr"]})
+                lines.append((str(steps), str(batch), way, around(row.losses, 4), gap, row.times_fewer, rate))
+    columns = ("steps", "batch", "method", "loss", "to ddp", "fewer bytes", "tuned to")
+    return Table(dict.fromkeys(columns, ""), lines)
 
 
 def law(way: str, points: Sequence[tuple[int, float]], sought: float = 1.0) -> tuple[str, ...] | None:
