@@ -14,6 +14,8 @@ from farflung.errors import UserError
 from farflung.networks import Conditions, SimulatedNetwork, Simulation
 from farflung.networks.simulator.conditions import Death
 from farflung.outer import AveragedMoments, Round
+from farflung.settings import Settings
+from farflung.training.cautions import cautions
 
 EVERY, STEPS, REPLICAS = 2, 26, 3
 RHYTHMS = {"exp_avg": 3, "exp_avg_sq": 6}
@@ -127,3 +129,12 @@ def test_it_is_told_where_there_is_nothing_to_average(caplog: pytest.LogCaptureF
     Simulation(2).run(work)
     told = "no attached optimizer keeps exp_avg or momentum_buffer or exp_avg_sq, so only weights are averaged"
     assert [told in line for line in caplog.messages] == [True, True], "once a replica"
+
+
+@pytest.mark.parametrize(("inner", "count"), [("sign", 1), ("adamw", 0), ("muon", 0), ("gpa", 0), (None, 0)])
+def test_it_is_told_before_the_start_where_an_inner_optimizer_keeps_none(inner: str | None, count: int) -> None:
+    told = (
+        "des-loc averages exp_avg or momentum_buffer or exp_avg_sq, and inner sign keeps none, so that only weights "
+        "are averaged; give another --inner, such as adamw"
+    )
+    assert cautions(Settings.of(method="des-loc", inner=inner, steps=100)) == [told][:count]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from farflung.inner import INNER
+from farflung.outer import AveragedMoments
+from farflung.outer.companions.moments import kinds_kept
 from farflung.settings import Settings
 
 IDLE = "it changes nothing; leave it out"
@@ -12,7 +14,7 @@ IDLE = "it changes nothing; leave it out"
 def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
     told = _without_rounds(settings) or _rest_alone(settings), _another_method(settings)
-    return [line for line in (*told, _not_averaged(settings), _short_tail(settings)) if line]
+    return [line for line in (*told, _no_moments(settings), _not_averaged(settings), _short_tail(settings)) if line]
 
 
 def _without_rounds(settings: Settings) -> str:
@@ -53,6 +55,19 @@ def _another_method(settings: Settings) -> str:
     return (
         f"{settings.rounds.method} is published with {method.needs_inner.__name__}, and is another method with inner "
         f"{settings.inner.inner}; {remedy or 'leave out --inner'}"
+    )
+
+
+def _no_moments(settings: Settings) -> str:
+    """A warning for an inner optimizer that keeps nothing of what the method averages of it; "" for others."""
+    method = settings.method()
+    averaged = [kind for one in method.companions if isinstance(one, AveragedMoments) for kind in one.by_kind()]
+    kept = set().union(*kinds_kept(method.inner, {"layers.0.weight": 2, "bias": 1}).values()) if averaged else set()
+    if not averaged or kept.intersection(averaged):
+        return ""
+    return (
+        f"{settings.rounds.method} averages {' or '.join(averaged)}, and inner {settings.inner.inner} keeps none, so "
+        "that only weights are averaged; give another --inner, such as adamw"
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
 import torch
 from torch import Tensor
 
-from farflung.errors import UserError
+from farflung.errors import UserError, disk_errors
 from farflung.figure import Figure
 from farflung.files import replacing
 from farflung.formats import CHECKPOINT
@@ -31,6 +31,8 @@ from farflung.training.events import died, scores
 from farflung.training.migrations import migrated
 from farflung.training.stored import stored
 
+REMOVE = "move it elsewhere, or remove it"
+"""What to do with what farflung itself cannot remove."""
 _PART_NAME = re.compile(r"replica-([0-9]+)(?:-part-([0-9]+)-of-([0-9]+))?")
 
 
@@ -306,24 +308,30 @@ def replicas_of(folder: Path) -> list[int]:
     return sorted({int(found[1]) for found in names if found} - died(folder))
 
 
-def prune(folder: Path, replica: int, before: int, best: int | None = None) -> None:
-    """Removes a replica's files of earlier steps, but for the best one."""
-    for step in _steps(folder):
-        if step < before and step != best:
-            _remove(folder, step, replica)
+def prune(folder: Path, replica: int, before: int, best: int | None = None) -> list[str]:
+    """Removes a replica's files of earlier steps, but for the best one; what stays nevertheless, and why."""
+    old = [step for step in _steps(folder) if step < before and step != best]
+    return [f"{fault}, of an old checkpoint; {REMOVE}" for step in old for fault in _remove(folder, step, replica)]
 
 
 def forget_results(folder: Path, stem: str) -> None:
-    """Removes what a run left that had ended and goes on: its averaged weights, and what tells of its end."""
+    """Removes what a run left that had ended and goes on: its averaged weights, and what tells of its end.
+
+    Raises UserError where something stays, which would pass for the new end.
+    """
     for path in (average_of(folder, stem), folder / "summary.json", folder / "sample.png"):
-        path.unlink(missing_ok=True)
+        with disk_errors(f"remove {path}", f"{REMOVE}, and start again"):
+            path.unlink(missing_ok=True)
 
 
 def forget_after(folder: Path, replica: int, step: int) -> None:
-    """Removes a replica's files of later checkpoints than the one that a run goes on from."""
-    for later in _steps(folder):
-        if later > step:
-            _remove(folder, later, replica)
+    """Removes a replica's files of later checkpoints than the one that a run goes on from.
+
+    Raises UserError where one stays, which the run would go on from the next time.
+    """
+    later = [one for one in _steps(folder) if one > step]
+    for fault in (fault for one in later for fault in _remove(folder, one, replica)):
+        raise UserError(f"{fault}, of a later checkpoint than that of step {step}; {REMOVE}, and start again")
 
 
 def path_of(folder: Path, step: int, stem: str) -> Path:
@@ -345,11 +353,17 @@ def _unfinished(folder: Path, step: int, replica: int) -> list[Path]:
     return _of_replica(_folder_of(folder, step), replica, "pt.*")
 
 
-def _remove(folder: Path, step: int, replica: int) -> None:
+def _remove(folder: Path, step: int, replica: int) -> list[str]:
+    """Removes a replica's files of a step; what stays, and why: somebody may have put a folder in a file's place."""
+    faults = []
     for path in (*_of_replica(_folder_of(folder, step), replica, "pt"), *_unfinished(folder, step, replica)):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            faults.append(f"cannot remove {path}: {error.strerror}")
     with contextlib.suppress(OSError):  # not empty yet, or another process was quicker
         _folder_of(folder, step).rmdir()
+    return faults
 
 
 def _of_replica(folder: Path, replica: int, kind: str) -> list[Path]:

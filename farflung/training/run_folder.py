@@ -70,6 +70,7 @@ class RunFolder:
         self._units, self._measure, self._log_every, self._keep = units, measure, log_every, keep
         self._figure = (figure or LOSS._replace(unit=measure)).checked()
         self._session: Session | None = None
+        self._stays = set[str]()
         self._counted = self._rate_from = 0
         self._since = 0.0
 
@@ -181,7 +182,11 @@ class RunFolder:
             self.warn(fault)
             return
         self._kept.add(self._replica, outer.step)
-        checkpoint.prune(self.folder, self._replica, before=self._kept.oldest_needed(self._replica))
+        faults = checkpoint.prune(self.folder, self._replica, before=self._kept.oldest_needed(self._replica))
+        for fault in set(faults) - self._stays:
+            self._stays.add(fault)
+            log.warning("%s", fault)
+            self.warn(fault)
         self._events.write(CheckpointEvent(step=outer.step, seconds=time.monotonic() - began))
 
     def weights(self) -> dict[str, Tensor]:

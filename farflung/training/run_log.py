@@ -90,6 +90,7 @@ class RunLog:
         """The share of the devices' peak that a unit a second is; 0 where it is not known."""
         self._told_of_no_loss = False
         self._told_why_alone = set[str]()
+        self._told_once = set[str]()
         self._alone = 0
         """Rounds in a row that it has sat out while others were there."""
 
@@ -254,6 +255,12 @@ class RunLog:
     def warn(self, message: str) -> None:
         """Tells the user something."""
         self.events.write(WarningEvent(step=self.progress.step, message=message))
+
+    def warn_once(self, message: str) -> None:
+        """Tells the user something that this process has not told yet."""
+        if message not in self._told_once:
+            self._told_once.add(message)
+            self.warn(message)
 
     def end(self, reason: str) -> None:
         """The process trains no more."""

@@ -321,7 +321,8 @@ class Trainer:
     def prune(self) -> None:
         """Removes old checkpoints but the best, once all are known to have as many newer ones as are to be kept."""
         oldest, best = self.kept.needed(self.process, self.settings.run.keep_checkpoints)
-        checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest, best=best)
+        for fault in checkpoint.prune(self.folder, self.island.coordinates.replica, before=oldest, best=best):
+            self.log.warn_once(fault)
 
     def _load(self, resume_step: int | None) -> Checkpoint | None:
         """The checkpoint that the run resumes from; tells the others which ones are there."""
