@@ -138,3 +138,12 @@ def test_a_folder_is_where_its_url_says_for_everybody_with_spaces_too(
         assert not (tmp_path / "our share").exists()
     invite(whole)
     assert (tmp_path / "our share").is_dir()
+
+
+def test_who_invites_is_told_what_who_trains_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ("--name", "x", "--ticket", "x.ticket", "--at", (tmp_path / "store").as_uri())
+    assert run_here(monkeypatch, tmp_path, "invite", *at, "--method", "gpa", "--inner", "sign") == 0
+    told = "farflung: gpa is published with PrimalAveraging, and is another method with inner sign; give --inner gpa"
+    assert told in capsys.readouterr().err.splitlines()

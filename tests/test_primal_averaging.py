@@ -15,6 +15,8 @@ from farflung.adamw import PrimalAveraging
 from farflung.errors import UserError
 from farflung.networks import SimulatedNetwork, Simulation
 from farflung.outer import FastWeights, Method, Schedule
+from farflung.settings import Settings
+from farflung.training.cautions import of_observer
 
 STEPS, EVERY, REPLICAS = 20, 4, 3
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
@@ -155,3 +157,9 @@ def test_steps_after_the_end_go_on_from_the_averaged_weights() -> None:
     with pytest.warns(UserWarning, match="the rounds have ended"):
         for own, wanted in zip(Simulation(2).run(work), replicas, strict=True):
             np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)
+
+
+def test_an_observer_of_peers_is_told_that_it_judges_fast_weights() -> None:
+    (told,) = of_observer(Settings.of(method="gpa", observe=True, network="internet"))
+    assert told.startswith("peers of gpa hand on fast weights, which this observer judges; ")
+    assert not of_observer(Settings.of(method="diloco", observe=True, network="internet"))

@@ -116,10 +116,13 @@ def invite(arguments: list[str]) -> None:
         refuse_no_ticket(options.ticket)
 
     from farflung.training import onlooker, peer
+    from farflung.training.cautions import cautions
 
     if not options.at:
         onlooker.internet()  # or says at once that it is missing
     ticket = _new_ticket(options, peer.shared_settings(options.settings))
+    for line in cautions(peer.ticket_settings(ticket)):
+        say(line)
     if options.train:
         folder = typed(Path(options.settings.run.out)) if options.settings.run.out else free_folder(options.name)
         run = options.settings.run
@@ -197,9 +200,12 @@ def join(arguments: list[str]) -> None:
     options: Any = parse(join_options(), arguments, "join", join.__doc__)
 
     from farflung.training import onlooker, peer
+    from farflung.training.cautions import of_observer
 
     ticket = onlooker.ticket_in(options.ticket)
     settings = peer.ticket_settings(ticket).changed(**given(options.own))
+    for line in of_observer(settings) if settings.run.observe else ():
+        say(line)
     if not settings.island.divided:
         refuse_several("say how they divide the model with --stages or --shard, or start it without torchrun")
     folder = typed(Path(options.own.out)) if options.own.out else free_folder(ticket.name)

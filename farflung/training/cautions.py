@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farflung.inner import INNER
-from farflung.outer import AveragedMoments
+from farflung.outer import AveragedMoments, FastWeights
 from farflung.outer.companions.moments import kinds_kept
 from farflung.settings import Settings
 
@@ -15,6 +15,17 @@ def cautions(settings: Settings) -> list[str]:
     """The lines to tell of a run's settings."""
     told = _without_rounds(settings) or _rest_alone(settings), _another_method(settings)
     return [line for line in (*told, _no_moments(settings), _not_averaged(settings), _short_tail(settings)) if line]
+
+
+def of_observer(settings: Settings) -> list[str]:
+    """The lines to tell of what an observer of peers that come and go sees: what a newcomer would begin with."""
+    if not any(isinstance(one, FastWeights) for one in settings.method().companions):
+        return []
+    return [
+        f"peers of {settings.rounds.method} hand on fast weights, which this observer judges; what they judge "
+        "themselves, and the run ends with, is nearer to an average, and mostly better until the learning rate is "
+        "low; see their own run folders for it"
+    ]
 
 
 def _without_rounds(settings: Settings) -> str:
