@@ -68,6 +68,22 @@ def test_a_checkpoint_that_was_cut_or_has_a_wrong_bit_counts_as_none_and_is_name
     assert same_weights(run, copied, STEPS)
 
 
+def test_a_checkpoint_that_another_process_removes_meanwhile_is_not_damaged(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of an island that goes on removes later ones, of which it is told which are damaged."""
+    sound = checkpoint.sound
+
+    def removed(path: Path) -> bool:
+        path.unlink()
+        return sound(path)
+
+    flip_a_bit(spoilt := checkpoint.path_of(copied, STEPS, "replica-0"))
+    assert checkpoint.damaged(copied, 0) == [spoilt]
+    monkeypatch.setattr(checkpoint, "sound", removed)
+    assert not checkpoint.damaged(copied, 0)
+
+
 def test_the_lines_of_a_run_that_goes_on_begin_where_it_does(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,10 +190,11 @@ def _sound(path: Path, size: int, written: int) -> bool:
 
 
 def damaged(folder: Path, replica: int, after: int = 0) -> list[Path]:
-    """A replica's files of checkpoints that are not sound, of steps later than `after`."""
+    """A replica's files of checkpoints that are there and not sound, of steps later than `after`."""
     steps = sorted(step for step in _steps(folder) if step > after)
     files = (path for step in steps for path in _of_replica(_folder_of(folder, step), replica, "pt"))
-    return [path for path in files if not sound(path)]
+    # In this order: another process of the replica may be removing them.
+    return [path for path in files if not sound(path) and path.exists()]
 
 
 def damaged_averages(folder: Path) -> list[Path]:

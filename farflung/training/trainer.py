@@ -328,6 +328,9 @@ class Trainer:
         """The checkpoint that the run resumes from; tells the others which ones are there."""
         mesh, coordinates = self.island.mesh, self.island.coordinates
         state = None
+        first = mesh.part(coordinates) == 0
+        # Looked for now, since other parts remove them once all have begun.
+        self._damaged = checkpoint.damaged(self.folder, coordinates.replica, self.step) if first else []
         if resume_step:
             state = load_state(self.folder, resume_step, mesh, coordinates, self.model, self.optimizer)
         there, judged = checkpoint.steps_of(self.folder, coordinates.replica), scores(self.folder, coordinates.replica)
@@ -336,11 +339,9 @@ class Trainer:
 
     def _forget_the_rest(self) -> None:
         """Removes checkpoints of later steps than that which the run goes on from, and names the damaged ones."""
-        replica = self.island.coordinates.replica
-        if self.island.mesh.part(self.island.coordinates) == 0:
-            for path in checkpoint.damaged(self.folder, replica, self.step):
-                self.log.warn(f"{path} is damaged, so this run goes on from step {self.step}")
-        checkpoint.forget_after(self.folder, replica, self.step)
+        for path in self._damaged:
+            self.log.warn(f"{path} is damaged, so this run goes on from step {self.step}")
+        checkpoint.forget_after(self.folder, self.island.coordinates.replica, self.step)
         if self.step < self.settings.run.steps:
             checkpoint.forget_results(self.folder, self.island.part_stem)
 
