@@ -11,7 +11,9 @@ import torch
 from folder_seats import mean_of, met, seats
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import patience
 from problem import inner_steps, small_model
+from test_internet import Run, live, pair
 
 from farflung.methods import Method
 from farflung.networks import Network, Party
@@ -19,7 +21,10 @@ from farflung.networks.base import BESIDE
 from farflung.networks.peers.pace import Patience
 from farflung.outer import Average, AveragedMoments, MixedAnchors, Schedule
 
+__all__ = ["live", "pair"]
+
 ALONE = Party((), {}, alone="nobody")
+ALONE_BY_A_HOST = Party((1,), {1: 1.0}, alone="nobody")
 EVERY_S = 10.0
 """Seconds between the rounds of each."""
 
@@ -33,8 +38,8 @@ class Clock:
         return self.now
 
 
-@given(st.floats(0, EVERY_S))
-def test_one_that_is_ahead_by_less_than_a_round_soon_waits_for_the_other(apart_s: float) -> None:
+@given(st.floats(0, EVERY_S), st.sampled_from([ALONE, ALONE_BY_A_HOST]))
+def test_one_that_is_ahead_by_less_than_a_round_soon_waits_for_the_other(apart_s: float, alone: Party) -> None:
     """The one behind never waits, since the other has passed; nor does the one ahead, if that comes too late."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
@@ -43,7 +48,7 @@ def test_one_that_is_ahead_by_less_than_a_round_soon_waits_for_the_other(apart_s
         while not waits or waits[-1] < apart_s:
             assert len(waits) < 4
             waits.append(ahead.seconds(f"round {len(waits)} of 0"))
-            ahead.ended(ALONE)
+            ahead.ended(alone)
             clock.now += EVERY_S
 
 
@@ -65,6 +70,18 @@ def test_one_that_has_met_others_waits_for_a_share_of_the_time_again(
     assert waits == [5.0, 2.5, EVERY_S, EVERY_S, 2.5]
     clock.now += 1000.0
     assert one.seconds("round 1 of 0") == 60.0
+
+
+def test_one_that_was_to_meet_nobody_is_not_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one with a slow link, which stays out of most rounds."""
+    clock = Clock()
+    monkeypatch.setattr("farflung.networks.peers.pace.time", clock)
+    one = Patience(60.0)
+    for _ in range(4):
+        one.seconds("round 1 of 0")
+        one.ended(ALONE_BY_A_HOST, wanted=(1,))
+        clock.now += EVERY_S
+    assert one.seconds("round 1 of 0") == 2.5
 
 
 def test_those_who_have_just_met_wait_for_each_other_from_one_round_to_the_next(
@@ -99,6 +116,24 @@ def test_in_a_folder_one_that_comes_alone_again_and_again_waits_longer(tmp_path:
         run.look()
         assert [mean.tolist() for mean in mean_of(run.open, "round 4 of 0", 2)] == [[0.5] * 2] * 2
         assert next_wait() == 1
+
+
+def test_on_the_internet_one_that_comes_alone_again_and_again_waits_longer(
+    pair: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host, be it another or itself, says that it is a group of one."""
+    one, other = pair.peers
+    wanted = tuple(sorted((one.rank, other.rank)))
+    patience_of_one = Patience(60.0)
+    monkeypatch.setattr(one, "_patience", patience_of_one)
+    monkeypatch.setattr(one.peers.members.by_rank[other.rank], "trains", False)
+    waits = []
+    for number in range(4):
+        meeting = one.meet(wanted, f"round {number} of those apart", 5, 1.0, "", lambda party: party)
+        assert meeting.wait(patience(20)).alone == "nobody"
+        patience_of_one._met["those apart"] = time.monotonic() - 4.0
+        waits.append(round(patience_of_one.seconds("next of those apart")))
+    assert waits == [1, 4, 4, 4]
 
 
 def test_what_goes_along_with_rounds_is_waited_for_by_rhythms_of_its_own(

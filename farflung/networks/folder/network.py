@@ -91,7 +91,7 @@ class FolderNetwork(PeersNetwork, PacketExchanges):
         def meet(_: Transfer[T]) -> T:
             IN_BACKGROUND.set(True)
             visit, party = self._meetings.come(wanted, key, step, weight, lineage, patience_s)
-            self._patience.ended(party)
+            self._patience.ended(party, wanted)
             ROUND.set(visit.subject)
             try:
                 return then(party)

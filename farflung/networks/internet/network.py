@@ -104,7 +104,7 @@ class InternetNetwork(PeersNetwork, Exchanges):
         async def meet(_: object) -> T:
             IN_BACKGROUND.set(True)
             party = await self._matchmaker.meet(wanted, key, step, weight, lineage, patience_s)
-            self._patience.ended(party)
+            self._patience.ended(party, wanted)
             return await self.peers.background.waiting(then, await self._seated(party, key))
 
         return self.begin(wanted, meet)

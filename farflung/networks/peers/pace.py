@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from farflung.networks.base import BESIDE, Party
+from farflung.networks.base import BESIDE, Group, Party
 from farflung.networks.peers.members import Members
 
 JUMP = 4
@@ -48,9 +48,11 @@ class Patience:
         share = WAITED_SHARE if self._in_vain < OUT_OF_STEP else 1.0
         return min(max(1.0, share * between), self._longest_s)
 
-    def ended(self, party: Party) -> None:
-        """Takes note of what a round came to: whether others were there when this peer was."""
-        met = party.group or party.behind or party.alone != "nobody"
+    def ended(self, party: Party, wanted: Group = ()) -> None:
+        """Takes note of what a round came to for those `wanted`: whether others were there when this peer was."""
+        if len(wanted) == 1:  # it was to meet nobody
+            return
+        met = len(party.group) > 1 or party.behind or party.alone != "nobody"  # a host tells of a group of one
         self._in_vain = 0 if met else self._in_vain + 1
 
 
