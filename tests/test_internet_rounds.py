@@ -462,6 +462,28 @@ def rule(blame: Blame = lambda rank, why: None) -> Aggregation:
     return Aggregation("mean", blame)
 
 
+def test_a_round_that_counts_no_more_ends_while_messages_of_the_next_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so in a thread of its own, which ended the training of the other."""
+    aggregation, ones = rule(), [torch.ones(2)]
+    for cell in ("one", "other"):
+        aggregation.expect([cell], ones, 1.0)
+    threads: list[threading.Thread] = []
+
+    def median(numbers: list[float]) -> float:
+        threads.append(threading.Thread(target=aggregation.expect, args=([f"late {len(threads)}"], ones, 1.0)))
+        threads[-1].start()
+        threads[-1].join(0.05)
+        return sum(numbers) / len(numbers)
+
+    monkeypatch.setattr("farflung.outer.aggregation.statistics.median", median)
+    aggregation.check(["one"], ones)
+    for thread in threads:
+        thread.join(patience(5))
+    assert threads and not any(thread.is_alive() for thread in threads)
+
+
 def aggregated(
     aggregation: Aggregation,
     own: list[float],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,10 +42,14 @@ class Aggregation:
         self.blame = blame
         self._sizes: dict[tuple[str, ...], deque[float]] = {}
         """The latest of each part, by its cells."""
+        self._looking = threading.Lock()
+        """A round that counts no more still ends, in a thread of its own, while the next one is held."""
 
     def expect(self, cells: Sequence[str], own: Sequence[Tensor], growth: float) -> None:
         """Takes note of this replica's own message, or its part that is these cells, as so many times as large."""
-        self._sizes_of(cells).append(_size(own) * growth)
+        size = _size(own) * growth
+        with self._looking:
+            self._sizes_of(cells).append(size)
 
     def check(self, cells: Sequence[str], message: list[Tensor]) -> None:
         """Checks a message, or the part of one that is these cells. Raises PacketError.
@@ -52,15 +57,19 @@ class Aggregation:
         It must be finite, and not far larger than usual: for this part, and for parts as they are. One that this
         replica has not learnt, such as the rows of rare words, may be as large as others.
         """
-        size, sizes = _size(message) if finite(*message) else math.nan, self._sizes_of(cells)
-        known = [statistics.median(some) for part in self._sizes.values() if (some := [n for n in part if n > 0])]
-        here = [n for n in sizes if n > 0]
-        usual = max(statistics.median(here or [size]), statistics.median(known or [size]))
-        if not size <= LARGEST_RATIO * usual:
-            raise PacketError(
-                f"a message is {size / usual:.3g} times as large as usual" if size > 0 else "a message is not finite"
-            )
-        sizes.append(size)
+        size = _size(message) if finite(*message) else math.nan
+        with self._looking:
+            sizes = self._sizes_of(cells)
+            known = [statistics.median(some) for part in self._sizes.values() if (some := [n for n in part if n > 0])]
+            here = [n for n in sizes if n > 0]
+            usual = max(statistics.median(here or [size]), statistics.median(known or [size]))
+            if not size <= LARGEST_RATIO * usual:
+                raise PacketError(
+                    f"a message is {size / usual:.3g} times as large as usual"
+                    if size > 0
+                    else "a message is not finite"
+                )
+            sizes.append(size)
 
     def _sizes_of(self, cells: Sequence[str]) -> deque[float]:
         return self._sizes.setdefault(tuple(cells), deque(maxlen=SIZES_KEPT))
