@@ -20,6 +20,8 @@ from farflung.training.cautions import of_observer
 
 STEPS, EVERY, REPLICAS = 20, 4, 3
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+BETAS = (0.9, 0.95)
+"""AdamW's, whose mean of gradients has no part in what is usual here, so that it is tested, too."""
 
 
 def pull(theta: Any, step: int, rank: int = 0) -> Any:
@@ -62,9 +64,28 @@ def trained(method: Method, make: Any, steps: int, replicas: int) -> list[Tensor
 
 
 def test_without_averages_it_is_adamw() -> None:
-    own = trained(methods.local(), lambda p: PrimalAveraging(p, average=0.0, between=0.0, **SETTINGS), STEPS, 1)
-    adamw = trained(methods.local(), lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), **SETTINGS), STEPS, 1)
+    own = trained(
+        methods.local(), lambda p: PrimalAveraging(p, average=0.0, between=0.0, betas=BETAS, **SETTINGS), STEPS, 1
+    )
+    adamw = trained(methods.local(), lambda p: torch.optim.AdamW(p, betas=BETAS, **SETTINGS), STEPS, 1)
     torch.testing.assert_close(own, adamw)
+
+
+@pytest.mark.parametrize("lr", [0.03, 0.1])
+def test_weights_do_not_swing_where_those_of_adamw_come_to_rest(lr: float) -> None:
+    """Two momenta of like lengths, one after the other, would turn each step against where it leads."""
+
+    def end(make: Any) -> float:
+        """What is left of a bowl of unlike curvatures, of which gradients are noisy."""
+        weight, curvature = nn.Parameter(torch.ones(50)), torch.logspace(-2, 2, 50)
+        optimizer, noise = make([weight], lr=lr, weight_decay=0.0), torch.Generator().manual_seed(0)
+        for step in range(400):
+            optimizer.param_groups[0]["lr"] = lr * (1 - step / 400)
+            weight.grad = curvature * weight.detach() + 0.1 * torch.randn(50, generator=noise)
+            optimizer.step()
+        return float((curvature * weight.detach().square()).sum())
+
+    assert end(PrimalAveraging) < 1.2 * end(lambda p, **own: torch.optim.AdamW(p, betas=BETAS, **own))
 
 
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 3])
@@ -79,7 +100,10 @@ def test_rounds_average_the_fast_weights_alone(steps: int) -> None:
             for one in replicas:
                 one.z = mean
     seen = trained(
-        methods.gpa(every=EVERY), lambda p: PrimalAveraging(p, average=0.9, between=0.7, **SETTINGS), steps, REPLICAS
+        methods.gpa(every=EVERY),
+        lambda p: PrimalAveraging(p, average=0.9, between=0.7, betas=BETAS, **SETTINGS),
+        steps,
+        REPLICAS,
     )
     for own, wanted in zip(seen, replicas, strict=True):
         np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)
@@ -123,7 +147,7 @@ def test_rounds_of_other_methods_move_all_that_it_keeps(delay: int) -> None:
     method = methods.diloco(every=EVERY, outer_lr=1.0, outer_momentum=0.0, delay=delay)
 
     def make(parameters: Any) -> PrimalAveraging:
-        return PrimalAveraging(parameters, average=0.9, between=0.7, **SETTINGS)
+        return PrimalAveraging(parameters, average=0.9, between=0.7, betas=BETAS, **SETTINGS)
 
     for own, wanted in zip(trained(method, make, STEPS + delay, REPLICAS), replicas, strict=True):
         np.testing.assert_allclose(own.numpy(), wanted.y, rtol=1e-5)
@@ -145,7 +169,7 @@ def test_steps_after_the_end_go_on_from_the_averaged_weights() -> None:
     def work(network: SimulatedNetwork) -> Tensor:
         model = nn.Linear(3, 4, bias=False).double()
         nn.init.ones_(model.weight)
-        optimizer = PrimalAveraging(model.parameters(), average=0.9, between=0.7, **SETTINGS)
+        optimizer = PrimalAveraging(model.parameters(), average=0.9, between=0.7, betas=BETAS, **SETTINGS)
         with methods.gpa(every=EVERY).attach(model, optimizer, network) as outer:
             for step in range(EVERY + 3):
                 if step == EVERY + 2:
