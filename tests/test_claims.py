@@ -259,6 +259,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         r"above ddp; after 3200, (\S+), (\S+) and (\S+)%",
         after_rounds("3200", "dynamic-threshold", "demo", "sparta"),
     ),
+    (EVIDENCE, r"it ends (\S+)% and \S+% above ddp with Muon", after_rounds("100", "gpa")),
+    (EVIDENCE, r"it ends \S+% and (\S+)% above ddp with Muon", after_rounds("400", "gpa")),
     (EVIDENCE, r"`streaming-diloco` in 2 bits is (\S+)% above ddp", after_rounds("800", "streaming-diloco, ef-int2")),
     (EVIDENCE, r"DiLoCo in 2 bits (\S+)%, half a per cent", after_rounds("400", "diloco, ef-int2")),
     (EVIDENCE, r"NoLoCo with `modulo4` (\S+)%, no worse", after_rounds("400", "noloco, modulo4")),
