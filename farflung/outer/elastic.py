@@ -26,6 +26,7 @@ from farflung.outer.aggregation import Aggregation
 from farflung.outer.averaging import Meeting
 from farflung.outer.exchange import Exchange
 from farflung.outer.fragments import Weights
+from farflung.outer.handover import COMES_S, Handover
 from farflung.outer.loop import OuterLoop
 from farflung.outer.optimizers import OuterOptimizer, ParameterAveraging, after_a_step
 from farflung.outer.outcomes import Outcome, Result, Round
@@ -87,6 +88,7 @@ class ElasticLoop(OuterLoop):
         self._blamed: dict[int, str] = {}
         self._link = SlowLink()
         super().__init__(setup)
+        self._handover = Handover(self._rounds, self.method.needs_equal_anchors)
         self._near = NearProcesses(self.network.near, self.deadline_s)
         own = {cell.name: cell.numel for cell in self._cells_here()}
         told = self.trained.layout.told(own)
@@ -109,7 +111,8 @@ class ElasticLoop(OuterLoop):
         """Counts a step as the others do; loads their state when a download has ended."""
         every, step = self.method.schedule.every or 1, super()._counted(step)
         rate = TICKS_PER_SECOND if self._clock else 0.0
-        counted, wanted = self._elastic.paced(step, every, rate), self._elastic.wanted
+        counted = self._elastic.paced(step, every, rate)
+        wanted = self._handover.due(self._elastic.wanted, counted, self.network.now())
         alone = wanted and self.network.members() == (self.network.rank,)
         self.step, wanted, alone = self._lead((counted, wanted, alone))
         if self._values:  # without rounds there are no anchors
@@ -118,6 +121,10 @@ class ElasticLoop(OuterLoop):
             if alone:
                 self._anchor_weights()
             self._elastic.give(self.state())
+        if self._handover.asks_again(self.step):
+            self._fetch()
+        if self._fetching and any(sync.starts_at(self.step) for sync in self._behind()):
+            self._has_come(self._fetching, COMES_S)  # else it starts a round with what it knows is not the others'
         self._take_fetched()
         for sync in self._rounds.syncs:
             sync.skip_to(self.step - sync.every_steps + 1)  # to the latest that has started, which it may yet come to
@@ -223,6 +230,7 @@ class ElasticLoop(OuterLoop):
         return result
 
     def _settle(self, sync: Sync[Tensor], pending: PendingRound[Tensor, Exchange], result: Result) -> None:
+        self._handover.landed(sync.index, result.outcome == Outcome.AVERAGED)
         if result.outcome == Outcome.BEHIND:
             said = self._said_behind.setdefault(pending.fragment, set())
             said.add(result.host)
@@ -269,8 +277,7 @@ class ElasticLoop(OuterLoop):
 
     def saved(self) -> None:
         """See Session."""
-        keeps = self._lead(self._elastic.keeps)
-        if self._values and keeps:
+        if self._lead(self._elastic.keeps) and self._values:
             self._elastic.give(self.state())
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,11 +296,15 @@ class ElasticLoop(OuterLoop):
         """
         if not self._begun:
             self._begin()
-        counts = self._counting_of(int(state.facts["step"]))
+        told = int(state.facts["step"])
+        wanted = self._rounds.syncs if told > self.step else self._behind()
+        counts = self._handover.counting(wanted, told, self.step, not self._belongs)
         self._take_shared(state, [self._weights[sync.index] for sync in counts])
+        if not counts:
+            return
         taken = {sync.index for sync in counts}
         self._rounds.pending[:] = [pending for pending in self._rounds.pending if pending.fragment not in taken]
-        self.step = self._since = max(self.step, int(state.facts["step"]))
+        self.step = self._since = max(self.step, told)
         if len(counts) == len(self._rounds.syncs):
             self._history = state.facts.get("history", "")
         self._begun = self._belongs = True
@@ -301,22 +312,16 @@ class ElasticLoop(OuterLoop):
             weights = self._weights[sync.index]
             weights.write(weights.anchor)
             self._along.taken(sync, weights)
-            sync.skip_to(self.step + 1)
+            sync.skip_to(self.step)
             sync.trained = 0
             self._said_behind.pop(sync.index, None)
         if self._clock:
             self._clock.jump(self.step)
 
-    def _counting_of(self, step: int) -> list[Sync[Tensor]]:
-        """The fragments that others' state of a step counts for.
-
-        All, for a replica that has none of its own. Else those in which it is behind, if their last round had landed
-        then: while a state comes, rounds of other fragments land, and what was right of these would be lost.
-        """
-        if not self._has_averaged or step > self.step:
-            return self._rounds.syncs
-        behind = (self._rounds.syncs[index] for index in self._said_behind)
-        return [sync for sync in behind if step > sync.next_start - sync.every_steps + sync.delay_steps]
+    def _behind(self) -> list[Sync[Tensor]]:
+        """The fragments that it needs others' state of: all, for a replica that has none of its own."""
+        behind = {*self._said_behind, *self._handover.lacking}
+        return [sync for sync in self._rounds.syncs if sync.index in behind or not self._has_averaged]
 
     def _take_shared(self, state: SharedState, into: Sequence[Weights]) -> None:
         """Raises UserError in all of a replica's processes, where it does not fit in the first."""

@@ -93,7 +93,7 @@ class Sync(Generic[M]):
         self.content = content
         self.every_steps = schedule.every or 0
         self.delay_steps = schedule.delay
-        self.next_start = schedule.first(index % schedule.fragments)
+        self.next_start = self._first = schedule.first(index % schedule.fragments)
         self.rounds = self.next_start // (self.every_steps or 1)
         self.trained, self.offered = 0, 0
         self.met: Group = ()
@@ -165,6 +165,15 @@ class Sync(Generic[M]):
             missed = -(-(step - self.next_start) // self.every_steps)
             self.next_start += missed * self.every_steps
             self.rounds += missed
+
+    def holds_from(self, step: int, told: int) -> bool:
+        """Whether its first round from a step on starts with what others had before the rounds of the step `told`.
+
+        It does when the round before that had landed then.
+        """
+        missed = max(0, -(-(step - self.next_start) // self.every_steps))
+        last = self.next_start + (missed - 1) * self.every_steps
+        return last < self._first or last + self.delay_steps < told
 
     def pace(self) -> dict[str, int]:
         """When rounds come: what members of one group must have alike."""
