@@ -131,6 +131,11 @@ def grown(name: str) -> Figures:
     return lambda: [number(row[2]) for row in rows_of("long frontier, larger") if row[0] == name]
 
 
+def batches(steps: str) -> Figures:
+    """By how many per cent the best way is above ddp with larger batches."""
+    return lambda: [number(cell("length batches", 4, steps, "32", "diloco, ef-int2, every 4 to 18"))]
+
+
 def after_rounds(rounds: str, *names: str) -> Figures:
     """By how many per cent rows of the long frontier are above ddp after so many rounds."""
     return lambda: [
@@ -259,6 +264,9 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         r"above ddp; after 3200, (\S+), (\S+) and (\S+)%",
         after_rounds("3200", "dynamic-threshold", "demo", "sparta"),
     ),
+    (EVIDENCE, r"no smaller than with 8 sequences, (\S+)%", batches("800")),
+    (EVIDENCE, r"times fewer bytes; after 3200 it is (\S+)%, where", batches("3200")),
+    (EVIDENCE, r"for 800 steps alone: (\S+)% above ddp", grown("streaming-diloco, ef-int2")),
     (EVIDENCE, r"it ends (\S+)% and \S+% above ddp with Muon", after_rounds("100", "gpa")),
     (EVIDENCE, r"it ends \S+% and (\S+)% above ddp with Muon", after_rounds("400", "gpa")),
     (EVIDENCE, r"`streaming-diloco` in 2 bits is (\S+)% above ddp", after_rounds("800", "streaming-diloco, ef-int2")),

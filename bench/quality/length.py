@@ -2,8 +2,9 @@
 Muon inside, learning rates along a line to nothing. At each length ddp, the baseline, and each way to send about a
 hundredth of its bytes or less have the learning rate and weight decay that one search with one budget has found at
 that length, on the first seed; a power law goes through the gaps. Then one part at a time is put into the first way,
-with nothing tuned again: on one seed, so that it is a hint. Takes about five hours on two cores, two thirds of them
-for the longest runs; what is made is kept, so that it can be stopped and goes on.
+with nothing tuned again: on one seed, so that it is a hint. Larger batches have rows and searches of their own. Takes
+about seven hours on two cores, half of them for the longest runs; what is made is kept, so that it can be stopped and
+goes on.
 """
 
 from __future__ import annotations
