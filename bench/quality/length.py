@@ -126,17 +126,17 @@ SMOKE = Options(
 def run(options: Options, store: Store) -> list[Part]:
     def row(way: str, steps: int) -> list[Future[Result]]:
         name, settings = name_of(way, steps), options.of(way, steps)
-        if steps > options.searched_to:
-            found = store.chosen_as(name_of(way, options.searched_to)) | settings
-            store.choose(name, found)
-        else:
-            found = tune(runs, name, settings, options.budget, options.seeds[0], SEARCHED, WITH_MUON)
+        if steps <= options.searched_to:
+            return searched(name, settings, options.budget, SEARCHED)
+        found = store.chosen_as(name_of(way, options.searched_to)) | settings
+        store.choose(name, found)
         return runs.start_all(found, options.seeds)
 
-    def batch_row(way: str, steps: int, batch: int) -> list[Future[Result]]:
-        name, settings = batched(way, steps, batch), options.batched(way, steps, batch)
-        found = tune(runs, name, settings, options.batches_budget, options.seeds[0], AXES[:1], WITH_MUON)
-        return runs.start_all(found, options.seeds)
+    def larger(key: tuple[str, int, int]) -> list[Future[Result]]:
+        return searched(batched(*key), options.batched(*key), options.batches_budget, AXES[:1])
+
+    def searched(name: str, settings: Settings, budget: int, along: tuple[Axis, ...]) -> list[Future[Result]]:
+        return runs.start_all(tune(runs, name, settings, budget, options.seeds[0], along, WITH_MUON), options.seeds)
 
     with Runs(store, {}) as runs, ThreadPoolExecutor(len(options.ways)) as threads:
         for steps in sorted(options.steps):
@@ -147,8 +147,7 @@ def run(options: Options, store: Store) -> list[Part]:
         started = [runs.start(one, options.seeds[0]) for settings in found for one in settings.values()]
         for settings in with_rhythms(store, options).values():
             started += runs.start_all(settings, options.seeds)
-        each = list(product(BATCHED, options.batches_at, options.batches))
-        for futures in threads.map(batch_row, *zip(*each, strict=True)):
+        for futures in threads.map(larger, product(BATCHED, options.batches_at, options.batches)):
             started += futures
         for future in started:
             future.result()

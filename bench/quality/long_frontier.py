@@ -23,28 +23,25 @@ from bench.quality.frontier import Row, draw_values, on_frontier
 from bench.quality.length import MUON, finite, law
 
 EVERY: Settings = {"every": 8}
+STREAMING: Settings = {"method": "streaming-diloco", "fragments": 2, "delay": 2, **EVERY}
+DILOCOX: Settings = {"method": "dilocox", "codec": "ef-lowrank18-int4", "adapt": False, **EVERY}
+NOLOCOX: Settings = {"method": "nolocox", "adapt": False, **EVERY}
 ROWS: dict[str, Settings] = {
     "ddp": {"method": "ddp"},
     "diloco": {"method": "diloco", **EVERY},
     "diloco, ef-int2": {"method": "diloco", "codec": "ef-int2", **EVERY},
-    "streaming-diloco": {"method": "streaming-diloco", "fragments": 2, "delay": 2, **EVERY},
-    "streaming-diloco, ef-int2": {
-        "method": "streaming-diloco",
-        "fragments": 2,
-        "delay": 2,
-        "codec": "ef-int2",
-        **EVERY,
-    },
+    "streaming-diloco": STREAMING,
+    "streaming-diloco, ef-int2": STREAMING | {"codec": "ef-int2"},
     "decoupled-diloco": {"method": "decoupled-diloco", "fragments": 2, "delay": 2, **EVERY},
     "eager-diloco": {"method": "eager-diloco", **EVERY},
-    "dilocox": {"method": "dilocox", "codec": "ef-lowrank18-int4", "adapt": False, **EVERY},
-    "dilocox, turned": {"method": "dilocox", "codec": "ef-lowrank18-int4", "adapt": False, "merge": "turned", **EVERY},
+    "dilocox": DILOCOX,
+    "dilocox, turned": DILOCOX | {"merge": "turned"},
     "sparseloco": {"method": "sparseloco", **EVERY},
     "des-loc": {"method": "des-loc", **EVERY},
     "noloco": {"method": "noloco", **EVERY},
     "noloco, modulo4": {"method": "noloco", "codec": "modulo4", **EVERY},
-    "nolocox": {"method": "nolocox", "adapt": False, **EVERY},
-    "nolocox, turned": {"method": "nolocox", "adapt": False, "merge": "turned", **EVERY},
+    "nolocox": NOLOCOX,
+    "nolocox, turned": NOLOCOX | {"merge": "turned"},
     "gasloc": {"method": "gasloc", **EVERY},
     "factored-gossip": {"method": "factored-gossip", **EVERY},
     "gpa": {"method": "gpa", "inner": "gpa", **EVERY},
